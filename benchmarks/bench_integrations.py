@@ -20,7 +20,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from flashattn import attention
 from flashattn.integrations import sdpa
 from flashattn.measure.device import out_of_memory
-from flashattn.measure.timing import HostTime, warm_up
+from flashattn.measure.timing import HostTime
 from flashattn.problem import Problem
 from flashattn.registry import Impl
 from flashattn.report.studies.integrations import ACTIVATED, FATTN, LENGTHS
@@ -160,7 +160,6 @@ def bench_host(device_benchmark, case, facts, device, kernels):
         call = lambda: torch.autograd.grad(run(*inputs), inputs, grad_o)  # noqa: E731
     with kernels():
         device_benchmark.clock = HostTime(device_benchmark.clock.synchronize)
-        warm_up(call, clock=device_benchmark.clock)
         device_benchmark.time(call, rounds=10)
 
 

@@ -13,7 +13,7 @@ import triton
 
 from flashattn import attention
 from flashattn.kernels.launch import KernelLaunch
-from flashattn.measure.timing import HostTime, warm_up
+from flashattn.measure.timing import HostTime
 from flashattn.problem import Problem
 from flashattn.registry import get
 from flashattn.report.studies.launch import FLOORS
@@ -67,7 +67,6 @@ def bench_call(device_benchmark, case, facts, device, left_out, interpreted):
         run = partial(_both, run, [x.requires_grad_() for x in inputs], grad_o)
     call = _as_graph(run) if case.mode == "graph" else run
     device_benchmark.clock = HostTime(device_benchmark.clock.synchronize)
-    warm_up(call, clock=device_benchmark.clock)
     device_benchmark.time(call, rounds=ROUNDS)
 
 

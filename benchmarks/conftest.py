@@ -1,9 +1,7 @@
-"""What every benchmark shares: the device's clock, the models, and a row for each case."""
+"""What every benchmark shares: its options, the device's clock, models, and passes to time."""
 
 from __future__ import annotations
 
-import gc
-import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +10,7 @@ import pytest
 import torch
 
 from flashattn.gate.plugin import Gate
-from flashattn.measure.device import out_of_memory, sm_clock
-from flashattn.measure.monitor import Monitor
+from flashattn.measure.device import sm_clock
 from flashattn.measure.roofline import measure_roofs
 from flashattn.measure.timing import Clock, DeviceBenchmark, clock_of
 from flashattn.problem import Problem
@@ -22,16 +19,17 @@ from flashattn.report.gate import ROUNDS
 from flashattn.report.rows import ANY_ORDER
 from flashattn.report.runs import Run
 from flashattn.report.table import tables
-from flashattn.testing import comparison, kept, law, sweep
+from flashattn.testing import comparison, journal, kept, law, sweep
 from flashattn.testing.graph import Call, prepared
-from flashattn.testing.kept import HEADER, JOURNAL, MADE_BEFORE, rounded
+from flashattn.testing.journal import STARTED
+from flashattn.testing.kept import HEADER, JOURNAL, MADE_BEFORE
 from flashattn.testing.sweep import DEVICE, IN_ANY_ORDER, study_and_name, sweep_name
-from flashattn.testing.train_case import Trained, costs, problem_of
+from flashattn.testing.train_case import MODELS, Trained, costs, forget_models, problem_of
 from flashattn.testing.turns import turn_of
 from flashattn.testing.verifier import Verifier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Iterator
 
     from pytest_benchmark.fixture import BenchmarkFixture
 
@@ -39,17 +37,14 @@ if TYPE_CHECKING:
     from flashattn.testing.sweep import Point
 
 HERE = Path(__file__).parent
-MONITOR = pytest.StashKey[Monitor]()
-STARTED = pytest.StashKey[float]()
 # These loop in Python, hold all scores or compile every shape: bench_flash alone times them, one by
 # one; the others take turns.
 SLOW = ("reference", "tiled", "naive", "compiled", "sdpa_math")
-MODELS: dict[tuple[Any, ...], Trained] = {}  # one at most: the last case's
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Register our plugins; declare the gate."""
-    for plugin in (sweep, kept, comparison):
+    for plugin in (sweep, kept, journal, comparison):
         pluginmanager.register(plugin)
     parser.addoption(
         "--gate-against",
@@ -93,21 +88,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Watch the clock."""
-    config = session.config
-    config.stash[MONITOR] = Monitor(DEVICE)
-    config.stash[MONITOR].__enter__()
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    """Show times as progress."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter and reporter._show_progress_info:  # noqa: SLF001
         # Most cases are skipped at once: a share of all cases says nothing about the time left.
         reporter._show_progress_info = "times"  # noqa: SLF001
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Note the clock at the end."""
-    session.config.stash[HEADER]["clocks"]["after"] = sm_clock(DEVICE)
-    session.config.stash[MONITOR].__exit__(None, None, None)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -215,15 +200,6 @@ def trained(
     return make
 
 
-def forget_models() -> None:
-    """Drop the model that is kept, and what was compiled for it."""
-    MODELS.clear()
-    gc.collect()
-    torch.compiler.reset()
-    if DEVICE.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 @pytest.fixture(scope="session")
 def snapshots(pytestconfig: pytest.Config) -> Path:
     """Return the folder of the allocator's snapshots, for torch.cuda's memory_viz."""
@@ -249,30 +225,13 @@ def time_pass(
     new graph for each call. On a GPU the fast implementations of a problem are timed in turns.
     Errors of peers are expected failures.
     """
-    facts = device_benchmark.extra_info
+
+    def why_not(impl: Impl, passes: str) -> str | None:
+        return reason(impl, passes) or interpreted(impl)
 
     def time(passes: str, *, learned: bool = False) -> None:
-        def prepare(item: pytest.Item, facts: dict[str, Any]) -> Call:
-            impl = get(item.callspec.params["impl"])  # type: ignore[attr-defined]
-            any_order = item.originalname.endswith(IN_ANY_ORDER)  # type: ignore[attr-defined]
-            verifier = Verifier(impl, problem, device, facts)
-            facts["learned"] = learned
-            _leave_out(facts, verifier.admit(passes))
-            if any_order and impl.name != "hopper":
-                _leave_out(facts, f"{impl.name} has one order")
-            _leave_out(facts, reason(impl, passes) or interpreted(impl))
-            facts["impl"] = ANY_ORDER if any_order else impl.name
-            options = {"deterministic": False} if any_order else {}
-            call, results = prepared(passes, impl, problem, device, learned=learned, **options)
-            try:
-                verifier.check(**results)
-            except AssertionError as error:
-                if impl.strict:
-                    raise
-                pytest.xfail(str(error))
-            return call
-
-        item, turn = request.node, None
+        item, facts, turn = request.node, device_benchmark.extra_info, None
+        prepare = partial(_prepare, passes, problem, device, learned=learned, why_not=why_not)
         if device_benchmark.enabled and clock.takes_turns and _takes_turns(item):
             turn = turn_of(item, prepare, clock, takes=_takes_turns)
         if turn is None:
@@ -288,6 +247,37 @@ def time_pass(
         torch.compiler.reset()  # else the eighth shape meets torch's limit and runs uncompiled
 
 
+def _prepare(
+    passes: str,
+    problem: Problem,
+    device: torch.device,
+    item: pytest.Item,
+    facts: dict[str, Any],
+    *,
+    learned: bool,
+    why_not: Callable[[Impl, str], str | None],
+) -> Call:
+    """Return the call of a case, whose results are right; fill in its facts."""
+    impl = get(item.callspec.params["impl"])  # type: ignore[attr-defined]
+    any_order = item.originalname.endswith(IN_ANY_ORDER)  # type: ignore[attr-defined]
+    verifier = Verifier(impl, problem, device, facts)
+    facts["learned"] = learned
+    _leave_out(facts, verifier.admit(passes))
+    if any_order and impl.name != "hopper":
+        _leave_out(facts, f"{impl.name} has one order")
+    _leave_out(facts, why_not(impl, passes))
+    facts["impl"] = ANY_ORDER if any_order else impl.name
+    options = {"deterministic": False} if any_order else {}
+    call, results = prepared(passes, impl, problem, device, learned=learned, **options)
+    try:
+        verifier.check(**results)
+    except AssertionError as error:
+        if impl.strict:
+            raise
+        pytest.xfail(str(error))
+    return call
+
+
 def _takes_turns(item: pytest.Item) -> bool:
     """Return whether a case is timed in turns with those beside it, and not before a stop."""
     impl = item.callspec.params["impl"]  # type: ignore[attr-defined]
@@ -299,61 +289,3 @@ def reason(facts: dict[str, Any]) -> Callable[[Impl, str], str | None]:
     """Return what tells why a study does not time passes of an implementation, or None."""
     said = f"{{}} is timed without such {facts['study']}"
     return lambda impl, _: said.format(impl.name) if impl.name in SLOW else None
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Repeat what was measured before a stop; turn running out of memory into a row."""
-    benchmark: Any = pyfuncitem.funcargs.get("device_benchmark")
-    if benchmark is None:
-        return (yield)
-    before = pyfuncitem.config.stash[MADE_BEFORE].get(pyfuncitem.nodeid)
-    if before is not None:
-        pyfuncitem.obj = partial(_again, benchmark, before)
-    pyfuncitem.stash[STARTED] = time.perf_counter()
-    try:
-        return (yield)
-    except Exception as error:
-        if not out_of_memory(error):
-            raise
-    # Past the except clause the traceback is gone, and with it the tensors it held.
-    forget_models()
-    facts = benchmark.extra_info
-    said, predicted = facts.get("impl", facts["name"]), facts.get("predicted_bytes")
-    said += " ran out of memory" + (f" (predicted: {predicted} bytes)" if predicted else "")
-    facts |= {"status": "oom", "reason": said}
-    pytest.skip(said)
-
-
-def _again(benchmark: DeviceBenchmark, row: dict[str, Any], **_: object) -> None:
-    """Hand a row of the journal to the plugin as if it were measured now."""
-    facts = {name: fact for name, fact in row.items() if name != "samples"}
-    benchmark.extra_info |= facts
-    if row["status"] != "ok":
-        pytest.skip(row["reason"])
-    benchmark.replay(row["samples"])
-    benchmark.extra_info |= facts  # to the last digit what they were
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Journal the row before the next case starts; with --benchmark-disable there is none."""
-    report = yield
-    benchmark = getattr(item, "funcargs", {}).get("device_benchmark")
-    if call.when != "call" or benchmark is None or not benchmark.enabled:
-        return report
-    if item.nodeid in item.config.stash[MADE_BEFORE]:
-        return report
-    facts = benchmark.extra_info
-    samples = rounded(benchmark.stats.stats.data) if benchmark.stats else []
-    excinfo = call.excinfo
-    if excinfo and (report.failed or excinfo.errisinstance(pytest.xfail.Exception)):
-        said = excinfo.exconly().splitlines()[0]
-        facts |= {"status": "failed", "reason": f"{item.name}: {said}"}
-    if "status" in facts:
-        reading = item.config.stash[MONITOR].between(item.stash[STARTED], time.perf_counter())
-        facts |= {"sm_hertz": reading.sm_hertz, "throttled": reading.throttled}
-        item.config.stash[JOURNAL].add(dict(facts), samples, header=item.config.stash[HEADER])
-    return report

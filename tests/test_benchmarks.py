@@ -216,6 +216,20 @@ def test_fast_implementations_take_turns(bench, pytester, monkeypatch):
     assert {name: again[name] for name in left} == dict.fromkeys(left, in_turns)
 
 
+def test_slow_implementations_are_left_to_one_study(bench, laid_out, pytester):
+    """bench_flash times them; the others leave them out with a reason."""
+    laid_out("benchmarks/bench_masks.py")
+    one = "(bench_flash and q64 and full or bench_masks and causal and not window and not docs)"
+    bench({"good": good, "naive": good}, "-k", f"{one} and bench_forward and not backward")
+    (path,) = kept(pytester)
+    assert {(row["study"], row["impl"], row["reason"]) for row in load(path).rows} == {
+        ("flash", "good", None),
+        ("flash", "naive", None),
+        ("masks", "good", None),
+        ("masks", "naive", "naive is timed without such masks"),
+    }
+
+
 def saved(pytester, name, accelerator=FOLDER, *, dirty=False):
     """Keep a run without cases."""
     folder = pytester.path / ".benchmarks" / FOLDER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -22,7 +23,7 @@ from flashattn.measure.memory import allocated_bytes
 from flashattn.measure.timing import clock_of
 from flashattn.problem import Problem
 from flashattn.testing.sample import bounds_of
-from flashattn.testing.sweep import UNEQUAL
+from flashattn.testing.sweep import DEVICE, UNEQUAL
 from flashattn.training import Trainer
 
 # What attention keeps, where that is not what flash does. Autocast widens a softmax on CUDA only.
@@ -31,6 +32,7 @@ HOLDS = {
     "cpu": {"naive": "naive", "sdpa_math": "naive"},
 }
 PASSED_ON = ("context", "batch", "precision", "checkpoint")  # of costs, to Trainer
+MODELS: dict[tuple[Any, ...], Trained] = {}  # one at most: the last case's
 
 
 def attend(name: str, bounds: Bounds | None = None) -> Attention:
@@ -105,6 +107,15 @@ class Trained:
         """Return what lives on without a graph: parameters, tables, tokens."""
         model = self.trainer.model
         return [*model.parameters(), *model.buffers(), self.trainer.tokens, self.trainer.targets]
+
+
+def forget_models() -> None:
+    """Drop the model that is kept, and what was compiled for it."""
+    MODELS.clear()
+    gc.collect()
+    torch.compiler.reset()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def costs(

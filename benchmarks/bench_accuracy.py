@@ -1,4 +1,4 @@
-"""Errors of all implementations in ulps, and the clauses of the contract that they keep.
+"""Errors of all implementations in ulps, and which clauses of the contract they keep.
 
 The times in this study are those of the checks, not speeds of the implementations.
 """
@@ -22,7 +22,7 @@ ALL = ["bfloat16", "float16", "float32"]
 FEW = ["tiled", "naive", "sdpa"]  # these run on a CPU
 SMALL = {"heads": [2], "seq": [72]}
 LARGE = {"heads": [4], "seq": [1024]}
-COMPILED = 64  # largest head dimension for implementations that compile each shape for seconds
+COMPILED = 64  # largest head dimension of implementations that take seconds to compile a shape
 SWEEPS = {
     "smoke": {
         "bench_errors": [
@@ -31,7 +31,7 @@ SWEEPS = {
         ],
         "bench_contract": grid(impl=FEW),
     },
-    # No contract: its clauses recompile every kernel.
+    # Without the contract: its clauses recompile every kernel.
     "default": {
         "bench_errors": [
             *grid(dtype=ALL, head_dim=[64], **LARGE, impl=IMPLS),
@@ -48,7 +48,7 @@ SWEEPS = {
 
 @pytest.fixture
 def asked(case, left_out, facts, device):
-    """Return a function that gives the implementation, or leaves the case out with a reason."""
+    """Return a function that returns the implementation, or skips the case with a reason."""
 
     def ask(problem):
         impl = get(case.impl)
@@ -56,7 +56,7 @@ def asked(case, left_out, facts, device):
         if impl.compiles:
             if facts["sweep"] != "full" or problem.head_dim > COMPILED:
                 left_out(f"{impl.name} compiles every shape for seconds: in the full sweep, D = 64")
-            torch.compiler.reset()  # beyond eight shapes torch would stop compiling
+            torch.compiler.reset()  # beyond eight shapes, torch would stop compiling
         return impl
 
     return ask
@@ -79,7 +79,7 @@ def bench_errors(device_benchmark, case, facts, device, asked):
 
 
 def bench_contract(device_benchmark, case, facts, device, asked):
-    """Check every clause of the contract, including those that the implementation disclaims."""
+    """Check every clause of the contract, even those that the implementation disclaims."""
     facts["part"] = "contract"
     impl = asked(usual(get(case.impl), device))
     start = time.perf_counter()

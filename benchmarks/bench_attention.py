@@ -1,4 +1,4 @@
-"""The cost of the score matrix: time and memory of single-head attention over its length.
+"""The cost of the score matrix: time and memory of single-head attention over the length N.
 
 Naive attention saves N x N numbers for backward, so its memory grows as N ** 2. The memory of the
 tiled algorithm grows as N.
@@ -61,7 +61,7 @@ def bench_pass(device_benchmark, case, facts, device, left_out, interpreted):
     ground = allocated_bytes(device)
     graph = Graph(impl, problem, device)
     facts["held_bytes"], o = held_bytes(graph.forward, without=graph.inputs)
-    left_out(interpreted(impl))  # its bytes are real, its time is no speed
+    left_out(interpreted(impl))  # the bytes are real, but a time would say nothing about speed
     forward = facts["pass"] == "forward"
     call = graph.forward if forward else partial(graph.backward, *o)
     facts["peak_bytes"] = peak_bytes(call, device, ground)[1]

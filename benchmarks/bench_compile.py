@@ -1,6 +1,6 @@
 """The effect of torch.compile on naive attention and on whole models.
 
-Eager and compiled run in one case, one after the other, so that the machine is in the same state.
+Each case runs eager, then compiled, so that the machine is in the same state for both.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SWEEPS = {
 
 
 def bench_attention(device_benchmark, case, facts, device):
-    """Time naive attention eager, then compiled; record the compilation."""
+    """Time naive attention eager, then compiled; record the cost of compilation."""
     problem = Problem(
         batch=case.batch, seq_q=case.seq, head_dim=case.head_dim, causal=True, dtype=case.dtype
     )
@@ -63,7 +63,7 @@ def bench_attention(device_benchmark, case, facts, device):
     call = partial(naive_attention, mask=CAUSAL, scale=case.head_dim**-0.5)
 
     def timed(attention):
-        # Compiled code reuses the buffers of the graph, so each backward needs a new graph.
+        # Compiled code reuses the graph's buffers, so each backward needs a new graph.
         def graph():
             return (attention(*inputs),)
 
@@ -82,19 +82,19 @@ def bench_attention(device_benchmark, case, facts, device):
 
 
 def bench_model(device_benchmark, case, facts, trained):
-    """Time a step of a model eager, then compiled; record the compilation."""
+    """Time a step of a model eager, then compiled; record the cost of compilation."""
     facts["eager_seconds"] = _eager(device_benchmark, *trained(case).timed(case.step))
     _compiled(device_benchmark, *trained(case, compiled=True).timed(case.step))
 
 
 def _eager(device_benchmark, call, setup):
-    """Return the median seconds of a call by the clock of the benchmark."""
+    """Return the median time of a call in seconds, by the benchmark's clock."""
     clock = device_benchmark.clock
     warm_up(call, clock=clock, setup=setup)
     return median(clock.samples(partial(call, *setup()), 1)[0][0] for _ in range(ROUNDS))
 
 
 def _compiled(device_benchmark, call, setup):
-    """Record the compilation of the first call, then time later calls."""
+    """Record the cost of compiling in the first call, then time later calls."""
     device_benchmark.extra_info |= asdict(compilation(lambda: call(*setup())))
     device_benchmark.time(call, setup=setup, rounds=ROUNDS)

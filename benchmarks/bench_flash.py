@@ -59,7 +59,7 @@ FULL = [
 
 
 def in_passes(problems, together, any_order):
-    """Return the problems by benchmark; both passes together add little, so they get fewer."""
+    """Return the problems by benchmark; timing both passes together adds little, so it gets few."""
     one_by_one = dict.fromkeys(("bench_forward", "bench_backward"), problems)
     return one_by_one | {
         "bench_forward_backward": together,
@@ -82,14 +82,14 @@ SWEEPS = {
 # Compiling a shape takes 10 s or more, so only these are: (queries, head dimension, dtype).
 COMPILED = {(4096, 64, "bfloat16"), (4096, 128, "bfloat16"), (16384, 128, "bfloat16")}
 TOGETHER = {(4096, 64, "bfloat16")}
-MOST_TILED = 1024  # queries; it loops over tiles in Python
+MOST_TILED = 1024  # most queries of ``tiled``, which loops over tiles in Python
 HOLDS_SCORES = ("reference", "naive", "compiled", "sdpa_math")
-SCORE_MATRICES = 4  # score matrices that these hold at once, at least
+SCORE_MATRICES = 4  # fewest score matrices that these hold at once
 
 
 @pytest.fixture
 def reason(problem, device, facts):
-    """Return what tells why passes are not timed, or None; note the protocol."""
+    """Return a function that says why passes are not timed, or None; record the protocol."""
     one = problem.heads == 1
     facts["protocol"] = "tokens" if not one else "one_head" if problem.batch == 1 else "batch"
     rows = problem.batch * problem.heads * problem.seq_q
@@ -127,5 +127,5 @@ def bench_forward_backward(time_pass):
 
 
 def bench_backward_any_order(time_pass):
-    """Time the backward pass that adds up dq in any order, as FlashAttention-4's does."""
+    """Time the backward pass that accumulates dq in any order, as FlashAttention-4's does."""
     time_pass("backward")

@@ -6,9 +6,9 @@ cases are in ``flashattn/gate/cases.py``.
 Exit status:
     0: every case is SAME (surely not slower), FASTER, or NEW.
     1: a case is SLOWER or does not run; its test fails.
-    10: a case is AMBIGUOUS, so it may be slower; its test is skipped.
-    11: a case is UNPROVEN, because the machine is too noisy or the old revision does not start; its
-        test is skipped.
+    10: a case is AMBIGUOUS: it may be slower; its test is skipped.
+    11: a case is UNPROVEN: the machine is too noisy, or the old revision does not start; its test
+        is skipped.
     12: an injected slowdown was not detected, so no result can be trusted.
     13 (without the gate): a limit of --benchmark-compare-fail is within the noise of the runs.
 """

@@ -1,8 +1,8 @@
-"""Grouped heads, cross-attention and decoding: what do shapes of language models cost?
+"""Grouped heads, cross-attention and decoding: what do the shapes of language models cost?
 
-Training has 4 to 8 query heads for each key/value head. Cross-attention, and parts of a sequence
-that several GPUs share, have more keys than queries and no mask. Decoding has one query, so the
-least time is that of the keys' and values' bytes at the bandwidth of a copy.
+Training has 4 to 8 query heads per key/value head. Cross-attention, and parts of a sequence that is
+sharded over GPUs, have more keys than queries and no mask. Decoding has one query, so its lower
+bound is the time to read the keys and values at the bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flashattn.problem import Problem
 
 
 def training(batch: int, heads: int, kv_heads: int, rows: int, head_dim: int) -> Problem:
-    """Return a causal problem of training or prefill."""
+    """Return a causal problem, as in training or prefill."""
     return Problem(
         batch=batch,
         heads=heads,
@@ -27,12 +27,12 @@ def training(batch: int, heads: int, kv_heads: int, rows: int, head_dim: int) ->
 
 
 def crossing(heads: int, kv_heads: int, queries: int, keys: int, head_dim: int) -> Problem:
-    """Return a problem of few queries and many keys without a mask."""
+    """Return an unmasked problem with few queries and many keys."""
     return replace(training(1, heads, kv_heads, queries, head_dim), seq_kv=keys, causal=False)
 
 
 def decoding(batch: int, heads: int, kv_heads: int, keys: int, head_dim: int) -> Problem:
-    """Return a problem of one query."""
+    """Return a problem with one query."""
     return replace(crossing(heads, kv_heads, 1, keys, head_dim), batch=batch)
 
 
@@ -49,7 +49,7 @@ DECODING = [
     decoding(16, 16, 1, 8192, 64),
 ]
 MORE = [training(1, 32, 8, 16384, d) for d in (64, 128)]
-MORE += [  # one sequence, any group: short ones hardly fill a GPU
+MORE += [  # one sequence, all group sizes; short sequences hardly fill a GPU
     replace(training(1, heads, kv_heads, n, d), causal=causal)
     for heads, kv_heads, n, d, causal in product(
         (8, 16, 32, 64), (1, 2, 4, 8), (512, 1024, 2048, 4096, 8192), (64, 128), (True, False)

@@ -1,7 +1,7 @@
-"""Drop-ins: PyTorch's SDPA while ours is activated, and training steps of transformers' models.
+"""Drop-ins: PyTorch's SDPA on our kernels, and training steps of transformers models.
 
-The models have the shapes of real ones, few layers and random weights; a step is forward and
-backward. Between the rows of a model only ``attn_implementation`` changes.
+The models have the shapes of real ones, but few layers and random weights; a step is forward and
+backward. The rows of a model differ only in ``attn_implementation``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flashattn.testing.sweep import grid
 from flashattn.testing.verifier import Verifier
 
 CALLS = [ACTIVATED, "attention", "sdpa"]
-SHARES = (1, 2, 6, 3, 4)  # of the context, for each packed document
+SHARES = (1, 2, 6, 3, 4)  # relative lengths of the packed documents
 # Largest relative error of a parameter's gradient, in the Frobenius norm.
 TOLERANCE = {"bfloat16": 0.1, "float32": 1e-4}
 LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
@@ -50,7 +50,7 @@ MODELS = {  # family, sizes, and the implementation that gives the expected grad
 
 
 def sweep(device, host, *, context, dtype, **steps):
-    """Return the cases of each benchmark: problems of calls, and for steps models and inputs."""
+    """Return the cases of each benchmark: problems of calls, and models and inputs of steps."""
     axes = {"context": [context], "dtype": [dtype]}
     return {
         "bench_device": grid(problem=device, **{"pass": ["forward", "backward"]}, attention=CALLS),
@@ -77,7 +77,7 @@ DEFAULT = sweep(
         "Gemma-2-9B": [FATTN, "eager", "flex_attention"],  # SDPA has no softcap
     },
 )
-DEFAULT["bench_step"] += grid(  # where attention is more of a step
+DEFAULT["bench_step"] += grid(  # attention is a larger part of this step
     model=["Llama-3-8B"],
     inputs=["plain"],
     context=[32768],
@@ -107,7 +107,7 @@ ENTRIES = {ACTIVATED: plain, "attention": attention, "sdpa": plain}
 
 
 def call_of(name, problem, device, passes):
-    """Return an implementation, a pass of it as a call, and the names of its results."""
+    """Return an implementation, a callable that runs a pass of it, and the names of the results."""
     impl = Impl(name=name, call=ENTRIES[name], limits=lambda *_: None)
     if passes == "forward":
         inputs, scale = make_inputs(problem, device=device), problem.head_dim**-0.5
@@ -118,7 +118,7 @@ def call_of(name, problem, device, passes):
 
 @pytest.fixture
 def kernels(case, device, left_out):
-    """Return what opens the context of a call, or leaves it out."""
+    """Return a function that returns the context of a call, or skips the case."""
 
     def enter():
         if case.attention != ACTIVATED:
@@ -150,7 +150,7 @@ def bench_device(device_benchmark, case, facts, device, kernels):
 
 
 def bench_host(device_benchmark, case, facts, device, kernels):
-    """Time the host for a call so small that the device finishes first."""
+    """Time the host in a call so small that the device finishes first."""
     facts["part"] = "host"
     problem, run = Problem.parse(case.problem), partial(ENTRIES[case.attention], causal=True)
     inputs, (grad_o, _) = make_inputs(problem, device=device), make_grads(problem, device=device)
@@ -165,7 +165,7 @@ def bench_host(device_benchmark, case, facts, device, kernels):
 
 @pytest.fixture(scope="module")
 def trained_by(device):
-    """Return what makes a model, or keeps the last one, with its expected gradients."""
+    """Return a function that makes a model, or reuses the last, with its expected gradients."""
     kept = {}
 
     def make(case):
@@ -187,7 +187,7 @@ def trained_by(device):
 
 
 def inputs_of(case, device):
-    """Return the arguments of a model's call: tokens, labels and where documents begin."""
+    """Return the arguments of a model's call: tokens, labels, and the documents if packed."""
     generator = torch.Generator(device).manual_seed(1)
     size = {"size": (1, case.context), "generator": generator, "device": device}
     ids = torch.randint(1, MODELS[case.model][1]["vocab_size"], **size)
@@ -208,7 +208,7 @@ def step(model, inputs):
 
 
 def gradients(model, case, device):
-    """Return the gradients of the parameters by the attention of a case."""
+    """Return the parameters' gradients, computed with the attention of a case."""
     model.set_attn_implementation(case.attention.partition(",")[0])
     model.zero_grad()
     step(model, inputs_of(case, device))
@@ -216,16 +216,16 @@ def gradients(model, case, device):
 
 
 def ready(case, facts, device, trained_by):
-    """Return a model with the attention of a case, after a step whose gradients are right.
+    """Return a model with the attention of a case, after checking the gradients of a step.
 
     Raises:
-        AssertionError: they are wrong.
+        AssertionError: the gradients are wrong.
     """
     from flashattn.integrations.transformers import register  # noqa: PLC0415 - optional
 
     register()
     if case.attention == "flex_attention":
-        torch.compiler.reset()  # else it is compiled for any shape after the first
+        torch.compiler.reset()  # else it is recompiled for dynamic shapes
     model, expected = trained_by(case)
     asked = case.inputs, case.context
     if asked not in expected:
@@ -242,7 +242,7 @@ def ready(case, facts, device, trained_by):
 
 
 def waits(call):
-    """Return where the host waits for the device in a call: a line of code for each time."""
+    """Return the line of code of each wait of the host for the device in a call."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -265,14 +265,14 @@ def bench_step(device_benchmark, case, facts, device, left_out, trained_by):
         if ours or out_of_memory(error):
             raise
         reason = f"{case.attention}: {type(error).__name__}: {error}"
-    if reason is not None:  # past the except clause no traceback holds tensors
+    if reason is not None:  # after the except clause, no traceback holds tensors
         pytest.xfail(reason)
 
     def setup():
         model.zero_grad()
         return model, inputs
 
-    inputs = inputs_of(case, device)  # other tensors, of which nothing is kept
+    inputs = inputs_of(case, device)  # new tensors, about which nothing is cached
     if device.type == "cuda":
         found = waits(partial(step, *setup()))
         theirs = f"{Path(find_spec('transformers').origin).parent}/"

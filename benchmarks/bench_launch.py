@@ -1,7 +1,7 @@
 """Launch overhead: host time of a call, eager, compiled and in a CUDA graph.
 
-The problem is so small that the device finishes long before the host; the time is that of Python,
-checks and launches.
+The problem is so small that the device finishes long before the host, so the time is spent in
+Python, checks and launches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FLOOR, LAUNCHING = FLOORS
 
 
 def calls(dtypes, modes):
-    """Return the calls in every mode, and those of the floors, forward and backward."""
+    """Return the calls in every mode, and the floors of forward and backward together."""
     impls = ["sdpa", "naive", "triton"]
     return [
         *grid(dtype=dtypes, mode=modes, impl=impls, **{"pass": PASSES}),
@@ -45,7 +45,7 @@ SWEEPS = {
 
 
 def bench_call(device_benchmark, case, facts, device, left_out, interpreted):
-    """Time the call on the host."""
+    """Time a call on the host."""
     problem = Problem(batch=1, heads=2, seq_q=64, head_dim=64, causal=True, dtype=case.dtype)
     facts["problem"] = str(problem)
     if case.impl == LAUNCHING and device.type != "cuda":
@@ -95,7 +95,7 @@ class Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_o, grad_lse):  # noqa: ARG004 - autograd's
-        """Return the gradients of q, k and v; allocate two numbers per row besides."""
+        """Return the gradients of q, k and v; also allocate two numbers per row."""
         q, k, v, _, lse = ctx.saved_tensors
         _ = torch.empty_like(lse), torch.empty_like(lse)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -113,7 +113,7 @@ def _nothing():
 
 
 class Launching(Nothing):
-    """Also launches an empty Triton kernel in forward and in backward."""
+    """Also launches an empty Triton kernel in each pass."""
 
     @staticmethod
     def forward(ctx, q, k, v):

@@ -1,8 +1,8 @@
 """The transformer end to end: four kinds of steps for each size, context and precision.
 
-The same step runs in fp32, TF32 and bf16, eager and compiled, with naive attention, PyTorch's and
-ours. At long contexts, where attention is most of a step, blocks are checkpointed; those steps are
-eager, because compiling takes longer than measuring them.
+The same step runs in fp32, TF32 and bf16, eager and compiled, with naive attention, PyTorch's
+attention and ours. At long contexts, where attention is most of a step, blocks are checkpointed.
+Those steps run only eager, because compiling them takes longer than measuring them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SOME = ["small", "large", "2.7B"]
 ALL, HALF = ["fp32", "tf32", "bf16"], ["bf16"]
 BOTH = [False, True]  # eager and compiled
 WARM, ROUNDS = 2, 10  # ``peak_bytes`` and the clock add four more warm-up calls
-LONG = 16384  # from this context on a step takes seconds
+LONG = 16384  # shortest context at which a step takes seconds
 LONG_ROUNDS = 2
 
 
@@ -44,7 +44,7 @@ STEP = {
         *steps(SIZES, [128, 256, 512, 1024], ALL, ["naive"]),
         *steps(SIZES, [1024], HALF, ["sdpa", "triton"], ["forward", "train"]),
         *steps(SOME, [1024], HALF, ["naive", "sdpa", "triton"], ["train"], compiled=[True]),
-        # Out of memory on an H200, which also makes a row.
+        # These run out of memory on an H200, which is also a row.
         *steps(["2.7B"], [4096], ["fp32"], ["naive", "triton"], ["train"]),
     ],
 }
@@ -83,7 +83,7 @@ SWEEPS = {
 
 
 def bench_step(device_benchmark, case, facts, device, trained):
-    """Record the peak memory of a step and time it, with 6 warm-up steps and 10 measured ones."""
+    """Record the peak memory of a step and time it, with 6 warm-up and 10 measured steps."""
     model = trained(case)
     call, setup = model.timed(case.step)
     for _ in range(WARM):
@@ -93,7 +93,7 @@ def bench_step(device_benchmark, case, facts, device, trained):
 
 
 def bench_long_step(device_benchmark, case, facts, device, trained):
-    """Time a step of up to ten seconds, and record its peak memory, after one warm-up step."""
+    """Time a step of up to ten seconds and record its peak memory, after one warm-up step."""
     model = trained(case)
     call, setup = model.timed(case.step)
     call(*setup())

@@ -1,6 +1,6 @@
-"""Windows, documents, prefixes, forward and backward: does time follow the pairs that are seen?
+"""Windows, documents and prefixes: does time follow the number of unmasked query-key pairs?
 
-Bounds, block masks and bool masks are made once, before the clock starts.
+Bounds, block masks and bool masks are created once, before timing starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def masks(
     prefixes: Sequence[int] = (),
     **sizes,
 ):
-    """Return problems of ``total`` rows: causal, by windows, lengths of documents, and prefixes."""
+    """Return problems of ``total`` rows: causal, and with each window, documents and prefix."""
     plain = Problem(seq_q=total, causal=True, **sizes)
     return [
         plain,
@@ -33,7 +33,7 @@ def masks(
 
 
 def equal(total: int, *sizes: int) -> list[tuple[int, ...]]:
-    """Return documents of one length each."""
+    """Return, for each size, documents that all have that length."""
     return [(n,) * (total // n) for n in sizes]
 
 
@@ -56,7 +56,7 @@ SWEEPS = {"smoke": SMOKE, "default": DEFAULT, "full": FULL}
 
 @pytest.fixture(autouse=True)
 def pairs(problem, facts):
-    """Note the pairs that are seen."""
+    """Record the number of unmasked pairs."""
     facts["pairs"] = problem.pairs
 
 

@@ -1,4 +1,4 @@
-"""Memory of a step: measured and predicted peaks, and the timeline of the allocator."""
+"""Memory of a step: measured and predicted peaks, and the allocator's timeline."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def bench_step(device_benchmark, case, facts, device, trained, snapshots):
             "parameters": costs.parameter_bytes,
             "gradients": costs.gradient_bytes * learns,
             "optimizer": costs.optimizer_bytes * (case.step == "train"),
-            # Each product saves its cast weight along with its input.
+            # Each product saves its cast weight as well as its input.
             "activations": (costs.activation_bytes + costs.cast_bytes) * learns,
         },
         "measured": model.state_bytes(),

@@ -1,9 +1,9 @@
-"""Several GPUs on one sequence: attention and a training step, beside PyTorch's context_parallel.
+"""One sequence on several GPUs: attention and a training step, against PyTorch's context_parallel.
 
     pytest benchmarks/bench_parallel.py
 
-measures on 1, 2, 4 and 8 GPUs, as many as there are; on a CPU with gloo on one process and on two,
-which shows that it runs and nothing else. Every result is verified before it is timed.
+measures on 1, 2, 4 and 8 GPUs, up to the number available. On a CPU it uses gloo with one and two
+processes, which shows only that it runs. Every result is verified before it is timed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ CUDA = torch.cuda.is_available()
 WORLDS = [n for n in (1, 2, 4, 8) if n <= (torch.cuda.device_count() if CUDA else 2)]
 LLAMA = {"heads": 32, "kv_heads": 8, "head_dim": 128, "causal": True, "dtype": "bfloat16"}
 BOTH = ["forward", "forward+backward"]
-ALONE = ("keys", "pytorch")  # on one GPU all methods of ours are one call
-SECONDS = 200  # that a case may take, and the start of its processes
+ALONE = ("keys", "pytorch")  # on one GPU all our methods make the same call
+SECONDS = 200  # most for a case, including the start of its processes
 
 
 def cases(seq, passes, methods, **changes):
-    """Return attention of one sequence in 8 key and 32 query heads, as Llama 3 has them."""
+    """Return cases of attention to one sequence, by default with the heads of Llama 3."""
     problem = str(Problem(**LLAMA | {"seq_q": seq} | changes))
     found = grid(world=WORLDS, problem=[problem], method=methods, **{"pass": passes})
     return [case for case in found if case.world > 1 or case.method in ALONE]
@@ -40,7 +40,7 @@ def steps(size, context, *, precision="bf16", world=WORLDS, checkpoint=False):
 
 
 def rounds(tokens):
-    """Return how many samples a case gets: few where one takes seconds."""
+    """Return the number of samples for a case: few if one takes seconds."""
     return max(2, min(10, (5 << 17) // tokens))
 
 
@@ -51,7 +51,7 @@ DEFAULT = [
     *cases(131072, BOTH, ["keys", "keys, kept", "heads", "pytorch"]),
     *cases(131072, BOTH, ["keys"], window=(4096, None)),
     *cases(131072, BOTH, ["keys", "keys, kept"], documents=4 * MIXED),
-    # Which hides nothing, but lets less be exchanged.
+    # This window hides nothing, but reduces what is exchanged.
     *cases(131072, BOTH, ["keys", "keys, kept"], documents=4 * MIXED, window=(16384, None)),
 ]
 STEPS = [*steps("small", 32768), *steps("2.7B", 65536, world=WORLDS[1:], checkpoint=True)]
@@ -76,13 +76,13 @@ SWEEPS = {
         "bench_step": [*STEPS, *steps("small", 131072)],
     },
 }
-for _sweep in SWEEPS.values():  # processes are started once for each number of GPUs
+for _sweep in SWEEPS.values():  # so that processes are started only once per number of GPUs
     _sweep["bench_attention"].sort(key=lambda case: case.world)
 
 
 @pytest.fixture(scope="module")
 def ask(device):
-    """Return what lets some processes do a job; they stay for the next one."""
+    """Return a function that runs a job in some processes, which stay for the next job."""
     running = []
 
     def ask(world, **job):
@@ -103,7 +103,7 @@ def ask(device):
 
 @pytest.fixture(scope="module")
 def links(ask):
-    """Return what measures the links between some ranks, once."""
+    """Return a function that measures the links between ranks, once per number of ranks."""
     found = {}
 
     def measured(world):
@@ -116,17 +116,17 @@ def links(ask):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Return the seconds of one GPU, by problem, method and passes."""
+    """Return the seconds on one GPU by problem, method and passes, filled in as measured."""
     return {}
 
 
 def prediction(case, passes, alone, links):
-    """Return the predicted seconds, where one GPU has been timed."""
+    """Return the predicted seconds, or None if one GPU has not been timed."""
     problem, keep = Problem.parse(case.problem), case.method == "keys, kept"
     forward = alone.get((case.problem, "keys", "forward"))
     both = alone.get((case.problem, "keys", "forward+backward"))
     timed = forward if passes == "forward" else forward and both
-    # The model knows bands of our own methods.
+    # The model covers only our own methods, without documents.
     known = case.method in ("keys", "keys, kept") and problem.documents is None
     if case.world == 1 or not (known and timed):
         return None
@@ -140,7 +140,7 @@ def prediction(case, passes, alone, links):
 
 
 def bench_attention(device_benchmark, case, facts, ask, links, alone, left_out):
-    """Time attention on some GPUs; seconds are those of the slowest."""
+    """Time attention on some GPUs, by the slowest rank."""
     passes, problem = facts["pass"], Problem.parse(case.problem)
     facts |= {"tokens": problem.batch * problem.seq_q, "flops": problem.flops(passes)}
     job = {"problem": case.problem, "method": case.method, "rounds": rounds(problem.seq_q)}
@@ -158,7 +158,7 @@ def bench_attention(device_benchmark, case, facts, ask, links, alone, left_out):
 
 
 def bench_step(device_benchmark, case, facts, ask):
-    """Time a training step whose tokens and parameters are shared by some GPUs."""
+    """Time a training step whose tokens and parameters are sharded over GPUs."""
     axes = {x: getattr(case, x) for x in ("size", "context", "precision", "checkpoint")}
     found = ask(case.world, job="train", rounds=rounds(case.context), **axes)
     facts |= {"tokens": case.context, "method": "keys", "pass": "train", "problem": None}

@@ -1,4 +1,4 @@
-"""Device time of a step by kernel and category, and of the three parts of naive attention."""
+"""Device time of a step by kernel and by category, and of naive attention's three parts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Softcap, ALiBi, biases, sinks, narrow values: what do they cost, forward and backward?
 
-Slopes, biases and sinks are made once, before the clock starts. PyTorch's SDPA takes a bias as its
-``attn_mask``, for which a relative one is written out at each call; it takes none of the others.
+Slopes, biases and sinks are created once, before timing starts. PyTorch's SDPA takes a bias as its
+``attn_mask``; a relative bias is expanded in each call. SDPA has no softcap, ALiBi or sinks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ SUNK: dict[str, Any] = {"sink": True}
 
 
 def scores(plain: Problem, *changes: dict[str, Any]) -> list[Problem]:
-    """Return a plain problem, and what it is with other scores."""
+    """Return a plain problem, and its variants with other scores."""
     return [plain, *(replace(plain, **change) for change in changes)]
 
 
-# One batch, of which each head has its own bias: its gradient is verified head by head.
+# Batch size 1 and one bias per head: the bias's gradient is verified head by head.
 HEADS = Problem(dtype="bfloat16", heads=16, seq_q=4096, head_dim=128)
 NARROW = replace(HEADS, heads=32, kv_heads=32, head_dim=64)
 GPT_OSS = Problem(
@@ -67,5 +67,5 @@ def bench_backward(time_pass):
 
 
 def bench_backward_learned(time_pass):
-    """Time the same with those of a bias and of sinks."""
+    """Time the gradients of q, k, v and of the bias or the sinks."""
     time_pass("backward", learned=True)

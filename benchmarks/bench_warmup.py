@@ -1,4 +1,4 @@
-"""The effect of warm-up: steps measured after 0, 1, 2 and 5 others, in new processes."""
+"""The effect of warm-up: steps after 0, 1, 2 and 5 warm-up steps, each time in a new process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SWEEPS = {
 
 
 def bench_first_steps(device_benchmark, case, facts, device):
-    """Time the steps after the warm-up, including the first."""
+    """Time each step after the warm-up."""
     seconds = cold_steps(**dict(case.facts), measured=MEASURED, device=device.type)
     facts |= {"first": seconds[0], "second": seconds[1], "in_order": seconds}
     device_benchmark.replay(seconds, tells="host time of waited-for steps")

@@ -1,4 +1,4 @@
-"""What every benchmark shares: its options, the device's clock, models, and passes to time."""
+"""Shared by all benchmarks: options, the device's clock, models, and passes to time."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from flashattn.testing.sweep import Point
 
 HERE = Path(__file__).parent
-# These loop in Python, hold all scores or compile every shape: bench_flash alone times them, one by
-# one; the others take turns.
+# These loop in Python, hold all scores or compile every shape. Only bench_flash times them, one by
+# one; all other implementations are timed in turns.
 SLOW = ("reference", "tiled", "naive", "compiled", "sdpa_math")
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Register our plugins; declare the gate."""
+    """Register our plugins; add the options of the gate."""
     for plugin in (sweep, kept, journal, comparison):
         pluginmanager.register(plugin)
     parser.addoption(
@@ -64,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse workers; start the gate; leave warnings of peers alone."""
+    """Refuse pytest-xdist; register the gate; do not fail on warnings from torch."""
     option = config.option
     if getattr(option, "numprocesses", None) or getattr(option, "dist", "no") != "no":
         raise pytest.UsageError(
@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         revision, rounds, selftest = option.gate_against, option.gate_rounds, option.gate_selftest
         gate = Gate(config.rootpath, revision, DEVICE, rounds=rounds, selftest=selftest)
         config.pluginmanager.register(gate, "gate")
-    # Peers compile inside torch; what torch says to itself there is no failure of theirs.
+    # Peers compile inside torch, whose warnings about its own modules are not their failures.
     config.addinivalue_line("filterwarnings", r"default:::torch\..*")
     config.addinivalue_line("filterwarnings", r"ignore::DeprecationWarning:torch\..*")
 
@@ -91,7 +91,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Show times as progress."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter and reporter._show_progress_info:  # noqa: SLF001
-        # Most cases are skipped at once: a share of all cases says nothing about the time left.
+        # Most cases are skipped immediately, so a percentage says nothing about the time left.
         reporter._show_progress_info = "times"  # noqa: SLF001
 
 
@@ -108,13 +108,13 @@ def pytest_terminal_summary(
 
 @pytest.fixture(scope="session")
 def clock(device: torch.device) -> Clock:
-    """Tell the seconds of the device."""
+    """Return the clock of the device."""
     return clock_of(device)
 
 
 @pytest.fixture(scope="session")
 def roofs(pytestconfig: pytest.Config, device: torch.device) -> dict[str, float]:
-    """Measure what the machine can do, and note its clock while it is warm."""
+    """Measure the roofs, and record the SM clock while the machine is warm."""
     header = pytestconfig.stash[HEADER]
     if not (pytestconfig.getoption("benchmark_disable") or header["roofs"]):
         header["roofs"] = measure_roofs(device)
@@ -129,8 +129,8 @@ def device_benchmark(
     clock: Clock,
     roofs: dict[str, float],
 ) -> Iterator[DeviceBenchmark]:
-    """pytest-benchmark's fixture on the device's clock, with the facts of the case filled in."""
-    del roofs  # measured first, so that the journal can name them
+    """Return pytest-benchmark's fixture with the device's clock and the facts of the case."""
+    del roofs  # measured first, so that the journal contains them
     ours, item = DeviceBenchmark.adopt(benchmark, clock), request.node
     ours.extra_info |= {
         **dict(zip(("study", "name"), study_and_name(item), strict=True)),
@@ -140,18 +140,18 @@ def device_benchmark(
     case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
     ours.extra_info |= dict(getattr(case, "facts", ()))
     yield ours
-    benchmark.skipped = True  # a failed check leaves it unused: one failure, and no warning besides
+    benchmark.skipped = True  # no warning that a failed check left it unused
 
 
 @pytest.fixture
 def facts(device_benchmark: DeviceBenchmark) -> dict[str, Any]:
-    """What is known about the case; all of it is kept in its row."""
+    """Return the facts about the case, all of which go into its row."""
     return device_benchmark.extra_info
 
 
 @pytest.fixture
 def left_out(facts: dict[str, Any]) -> Callable[[str | None], None]:
-    """Return what ends a case that cannot or shall not be timed: a row with a reason."""
+    """Return a function that skips a case if there is a reason, and records the reason."""
     return partial(_leave_out, facts)
 
 
@@ -163,7 +163,7 @@ def _leave_out(facts: dict[str, Any], reason: str | None) -> None:
 
 @pytest.fixture(scope="session")
 def interpreted(device: torch.device) -> Callable[[Impl], str | None]:
-    """Return what says that Triton's interpreter imitates an implementation's kernels, if so."""
+    """Return a function that says why an interpreted implementation is not timed, or None."""
     said = "{} is interpreted: not a speed"
     return lambda impl: said.format(impl.name) if law.interpreted(impl, device) else None
 
@@ -175,7 +175,7 @@ def trained(
     interpreted: Callable[[Impl], str | None],
     device: torch.device,
 ) -> Callable[..., Trained]:
-    """Return what makes a case's model, or keeps the last case's, and notes its costs."""
+    """Return a function that makes a case's model, or reuses it, and records its costs."""
 
     def make(case: Point, *, compiled: bool = False, **how: Any) -> Trained:
         named = {axis: getattr(case, axis) for axis in ("size", "context", "batch", "precision")}
@@ -186,7 +186,7 @@ def trained(
             parameters=of_case.parameters,
             tokens=of_case.tokens,
             flops=of_case.flops(case.step),
-            # The compiler decides what it holds; only what is written is predicted.
+            # The compiler decides which tensors it keeps, so only eager code has a prediction.
             predicted_bytes=None if compiled else of_case.bytes(case.step),
         )
         left_out(impl.why_not(problem_of(of_case), device, grad=True) or interpreted(impl))
@@ -202,7 +202,7 @@ def trained(
 
 @pytest.fixture(scope="session")
 def snapshots(pytestconfig: pytest.Config) -> Path:
-    """Return the folder of the allocator's snapshots, for torch.cuda's memory_viz."""
+    """Return the folder for the allocator's snapshots, which memory_viz can show."""
     folder = pytestconfig.stash[JOURNAL].path.parent / "snapshots"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -219,7 +219,7 @@ def time_pass(
     reason: Callable[[Impl, str], str | None],
     interpreted: Callable[[Impl], str | None],
 ) -> Iterator[Callable[..., None]]:
-    """Return what checks a pass of an implementation and times it, or leaves it out with a reason.
+    """Return a function that checks and times a pass, or skips it with a reason.
 
     The backward pass is timed alone, not as a difference of two times; both passes together get a
     new graph for each call. On a GPU the fast implementations of a problem are timed in turns.
@@ -244,7 +244,7 @@ def time_pass(
 
     yield time
     if impl.compiles:
-        torch.compiler.reset()  # else the eighth shape meets torch's limit and runs uncompiled
+        torch.compiler.reset()  # else the eighth shape hits torch's limit and runs uncompiled
 
 
 def _prepare(
@@ -257,7 +257,7 @@ def _prepare(
     learned: bool,
     why_not: Callable[[Impl, str], str | None],
 ) -> Call:
-    """Return the call of a case, whose results are right; fill in its facts."""
+    """Return the call of a case after checking its results; fill in the facts."""
     impl = get(item.callspec.params["impl"])  # type: ignore[attr-defined]
     any_order = item.originalname.endswith(IN_ANY_ORDER)  # type: ignore[attr-defined]
     verifier = Verifier(impl, problem, device, facts)
@@ -279,13 +279,13 @@ def _prepare(
 
 
 def _takes_turns(item: pytest.Item) -> bool:
-    """Return whether a case is timed in turns with those beside it, and not before a stop."""
+    """Return whether a case takes turns: it is not slow, and was not timed before a resume."""
     impl = item.callspec.params["impl"]  # type: ignore[attr-defined]
     return impl not in SLOW and item.nodeid not in item.config.stash[MADE_BEFORE]
 
 
 @pytest.fixture
 def reason(facts: dict[str, Any]) -> Callable[[Impl, str], str | None]:
-    """Return what tells why a study does not time passes of an implementation, or None."""
+    """Return a function that says why a study does not time an implementation, or None."""
     said = f"{{}} is timed without such {facts['study']}"
     return lambda impl, _: said.format(impl.name) if impl.name in SLOW else None

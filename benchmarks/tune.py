@@ -3,8 +3,8 @@
     python benchmarks/tune.py --head-dim 64 128 --dtype bfloat16 --kernel fwd bwd_dkdv bwd_dq
 
 Candidates that spill, do not fit, or differ from the reference are not timed. The printed rates are
-TFLOP/s of the kernel for full and causal attention, recomputed products included; the time to
-pre-split fp32 is excluded. ``--precision tf32`` tunes for settings that allow TF32.
+the kernel's TFLOP/s for full and causal attention. They include recomputed products, and exclude
+the time to pre-split fp32. ``--precision tf32`` tunes for settings that allow TF32.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from flashattn.problem import Problem
 from flashattn.reference import reference_attention
 from flashattn.testing.inputs import make_grads, make_inputs
 
-# Number of matrix products in each kernel.
+# Number of matrix products of each kernel.
 PRODUCTS = {"bwd_fused": 7, "bwd_one_launch": 7, "bwd_dkdv": 4, "bwd_dq": 3}
 PRODUCTS |= dict.fromkeys(("fwd", "fwd_small_grid", "fwd_short_kv"), 2)
 TOKENS, WIDTH, LENGTH = 16384, 2048, 4096  # as in the FlashAttention papers
-SHORT = {"fwd_short_kv": 512, "bwd_one_launch": 256}  # sequence length for short-sequence kernels
+SHORT = {"fwd_short_kv": 512, "bwd_one_launch": 256}  # sequence lengths of short-sequence kernels
 # Limits for gross errors; the tests check error budgets.
 RELATIVE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5, "tf32": 8e-3}
 BLOCKS, WARPS = (16, 32, 64, 128), (4, 8)
 SHARED = 227 << 10
-WIDE = 128  # head dimension
+WIDE = 128  # largest head dimension whose tiles need 8 rows per warp
 SHOWN = ("block_q", "block_kv", "warps", "stages", "registers")
 
 Outputs = tuple[torch.Tensor, ...]
@@ -54,9 +54,9 @@ Outputs = tuple[torch.Tensor, ...]
 class Way:
     """How a kernel receives its operands."""
 
-    loaded: int  # bytes per element, of all bf16 terms if pre-split
+    loaded: int  # bytes per element; of all bf16 terms together if pre-split
     stages: tuple[int, ...]  # pipeline stages to try
-    # Of accumulators per thread: fewer leave threads idle, more spill; bf16x6 needs some for terms.
+    # Accumulators per thread: fewer leave threads idle, more spill; bf16x6 also holds its terms.
     registers: range
     cut: bool = False  # whether operands are pre-split
 
@@ -77,7 +77,7 @@ def way(dtype: str, precision: str, load: str) -> Way:
 
 
 def problem(kernel: Kernel, head_dim: int, dtype: str, *, causal: bool) -> Problem:
-    """Return the problem to time: a single head for the kernels of small grids."""
+    """Return the problem to time; kernels for small grids get a single head."""
     sizes: dict[str, Any] = {"batch": TOKENS // LENGTH, "heads": max(WIDTH // head_dim, 1)}
     return Problem(
         **({} if kernel in OPTIONAL else sizes),
@@ -91,14 +91,14 @@ def problem(kernel: Kernel, head_dim: int, dtype: str, *, causal: bool) -> Probl
 def candidates(
     kernel: Kernel, head_dim: int, given: Way, *, descriptors: bool, limits: Sequence[int] = (0,)
 ) -> list[Tile]:
-    """Return the tiles that fit in registers and shared memory, with each limit of registers.
+    """Return the tiles that fit in registers and shared memory, with each register limit.
 
-    ``descriptors`` says whether they are loaded through tensor descriptors (TMA).
+    ``descriptors``: whether operands are loaded through tensor descriptors (TMA).
     """
     of_forward, short = kernel.startswith("fwd"), kernel == "fwd_short_kv"
     owned, scores = (1, 1) if of_forward else (1, 2) if kernel == "bwd_dq" else (2, 2)
     found = []
-    # minimum rows per warp in half precision
+    # fewest rows per warp in half precision
     rows = 1 if short else 8 if head_dim <= WIDE else 4
     limited = range(given.registers.stop) if short else given.registers
     for block_q, block_kv, warps, stages in itertools.product(BLOCKS, BLOCKS, WARPS, given.stages):
@@ -119,7 +119,7 @@ def candidates(
 def prepare(
     kernel: Kernel, asked: Problem, precision: str
 ) -> tuple[Callable[[Tile], Outputs], Outputs, Outputs]:
-    """Return the kernel as a function of its tile, the expected result of one head, and inputs."""
+    """Return the kernel as a function of its tile, one head's expected result, and the inputs."""
     q, k, v = make_inputs(asked, device="cuda")
     grad_o, _ = make_grads(asked, device="cuda")
     options = {"right": asked.band.right, "scale": asked.head_dim**-0.5}
@@ -143,10 +143,10 @@ def prepare(
 
 
 def check(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> None:
-    """Run the kernel once.
+    """Run the kernel once and check its result.
 
     Raises:
-        ValueError: its result is wrong.
+        ValueError: the result is wrong.
     """
     call, wanted, _ = prepare(kernel, asked, precision)
     most = RELATIVE[precision if precision in RELATIVE else asked.dtype]
@@ -173,7 +173,7 @@ def fault(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> str | N
 
 
 def rate(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> float:
-    """Check the result, then return FLOP/s, without the time to pre-split the operands."""
+    """Check the result, then return FLOP/s; the time to pre-split operands is excluded."""
     check(kernel, asked, tile, precision)
     call, _, inputs = prepare(kernel, asked, precision)
     bench = functools.partial(triton.testing.do_bench, warmup=15, rep=50, return_mode="median")
@@ -185,7 +185,7 @@ def rate(kernel: Kernel, asked: Problem, tile: Tile, precision: str) -> float:
 
 
 def faults(jobs: list[tuple[Kernel, Problem, Tile, str]]) -> list[str | None]:
-    """Return the fault of every job, in parallel.
+    """Check all jobs in parallel; return the fault of each.
 
     An illegal memory access breaks its whole process, so jobs with CUDA errors are repeated, each
     in a new process.
@@ -221,7 +221,7 @@ def tune(
 
 
 def main() -> None:
-    """Search and print."""
+    """Run the searches and print the best tiles."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -3,8 +3,8 @@
     python benchmarks/tune_hopper.py --head-dim 64 128 --passes forward backward --save search.json
 
 Tiles whose results differ from the portable kernels by more than rounding are not timed. The
-others and cuDNN are timed alternately, because a warm card is slower, in an order that each round
-draws anew. FLOPs are 4 T S D forward and 10 T S D backward, half of that under a mask.
+others and cuDNN are timed alternately, in a random order in each round, because a warm GPU is
+slower. FLOPs are 4 T S D forward and 10 T S D backward, and half of that with a causal mask.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from flashattn.plan.tile import (
 
 TOKENS, WIDTH = 16384, 2048  # as in the FlashAttention papers
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
-PASSES = {"forward": 4, "backward": 10}  # FLOPs over T S D
+PASSES = {"forward": 4, "backward": 10}  # FLOPs as multiples of T S D
 CLOSE = 1e-2  # limit on the relative error in bf16; the tests check error budgets
 ROUNDS, SHARE = 5, 0.012  # rounds, and seconds of each call per round
 AHEAD = 200_000  # clock cycles to keep the device busy while the first calls are queued
 PROCESSES = 12
 SECTIONS = (1, 4, 8, 16, 32, 64)
-# Of the backward, as many as fit, by columns.
+# Pipeline stages of the backward that fit, by padded head dimension.
 STAGES = {64: (2,), 96: (2, 3), 128: (2, 3), 192: (2, 3), 256: (2,)}
 FORWARD = {
     64: (
@@ -63,7 +63,7 @@ FORWARD = {
 
 @dataclass(frozen=True)
 class Way:
-    """A candidate."""
+    """A candidate configuration of a pass."""
 
     tile: HopperTile | HopperBackward
     deterministic: bool = True  # whether gradients are accumulated in a fixed order
@@ -102,7 +102,7 @@ def make(head_dim: int, length: int, *, batch: int, heads: int) -> list[torch.Te
 def prepare(
     direction: str, inputs: list[torch.Tensor], *, causal: bool
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a function of a ``Way`` that computes the pass, and one for the portable kernels."""
+    """Return a function that runs the pass as a ``Way``, and one that runs the portable kernels."""
     q, k, v, grad_o = inputs
     how: dict[str, Any] = {"right": 0 if causal else None, "scale": q.shape[-1] ** -0.5}
     if direction == "forward":
@@ -138,7 +138,7 @@ def fault(job: tuple[str, int, bool, Way]) -> str | None:
 
 
 def elapsed(call: Callable[[], Any], times: int) -> float:
-    """Return the mean device seconds of a call."""
+    """Return the mean device time of a call in seconds."""
     call()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(AHEAD)  # noqa: SLF001 - there is no public way
@@ -151,7 +151,7 @@ def elapsed(call: Callable[[], Any], times: int) -> float:
 
 
 def cudnn(direction: str, inputs: list[torch.Tensor], *, causal: bool) -> Callable[[], Any]:
-    """Return a function that computes the pass by cuDNN."""
+    """Return a function that runs the pass with cuDNN."""
     q, k, v, grad_o = inputs
     call = partial(scaled_dot_product_attention, is_causal=causal)
     if direction == "forward":
@@ -164,7 +164,7 @@ def cudnn(direction: str, inputs: list[torch.Tensor], *, causal: bool) -> Callab
 def compare(
     direction: str, head_dim: int, length: int, found: list[Way], *, causal: bool
 ) -> dict[str, Any]:
-    """Return TFLOP/s of cuDNN, of the portable kernels and of each ``Way``."""
+    """Return the TFLOP/s of cuDNN, of the portable kernels and of each ``Way``."""
     heads, batch = WIDTH // head_dim, TOKENS // length
     inputs = make(head_dim, length, batch=batch, heads=heads)
     work = PASSES[direction] * TOKENS * length * heads * head_dim * (0.5 if causal else 1.0)
@@ -185,7 +185,7 @@ def compare(
 
 
 def main() -> None:
-    """Search and print."""
+    """Run the searches and print the best candidates."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""The cases of the gate: few, each covering code that no other case runs, as its comment says."""
+"""The gate's cases: a small set, each covering code that no other case runs, as commented."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ tiny = partial(Model, width=64, hidden=256, heads=2, batch=1, context=32, vocab=
 CPU: tuple[Case, ...] = (
     # The tile loop without a mask: products and the online softmax.
     AttentionCase("tiled-forward-full", "tiled", "forward", (1, 1, 1, 256, 64)),
-    # Many tiles: the Python overhead per tile, and skipping half of the tiles.
+    # Many tiles: Python overhead per tile, and half of the tiles skipped.
     AttentionCase("tiled-forward-causal-long", "tiled", "forward", (1, 1, 1, 384, 64), causal=True),
     # Many rows per tile, and the casts to fp32.
     AttentionCase(
@@ -68,19 +68,19 @@ CPU: tuple[Case, ...] = (
     AttentionCase(
         "tiled-backward-causal-grouped", "tiled", "backward", (1, 2, 1, 192, 64), causal=True
     ),
-    # The definition, on which every test waits.
+    # The reference implementation, whose run time every test pays for.
     AttentionCase("reference-forward-full", "reference", "forward", (1, 2, 2, 192, 64)),
-    # Gradients of the definition, with a mask and grouped heads.
+    # Gradients of the reference, with a mask and grouped heads.
     AttentionCase(
         "reference-backward-causal", "reference", "backward", (1, 2, 1, 192, 64), causal=True
     ),
-    # The baseline of the studies.
+    # Naive attention, the baseline of the studies.
     AttentionCase("naive-backward-causal", "naive", "backward", (1, 2, 2, 192, 64), causal=True),
     # The public function on a tiny input: the overhead of checks and dispatch.
     AttentionCase("attention-call", "auto", "forward", (1, 1, 1, 16, 16), causal=True),
-    # Norms, RoPE, SwiGLU and the head, with PyTorch attention.
+    # Norms, RoPE, SwiGLU and the output layer, with PyTorch's attention.
     tiny("model-forward", "sdpa", "forward", layers=2),
-    # Forward, loss, backward and AdamW, with the tiled attention.
+    # Forward, loss, backward and AdamW, with tiled attention.
     tiny("model-train", "tiled", "train", layers=1),
 )
 
@@ -96,10 +96,10 @@ CUDA: tuple[Case, ...] = (
     half("forward-d128-causal-grouped", "triton", "forward", (4, 16, 4, 4096, 128), causal=True),
     # The tile for D = 256, where registers are scarce.
     half("forward-d256-causal", "triton", "forward", (4, 8, 8, 4096, 256), causal=True),
-    # The default of users: on Hopper, the Hopper kernels, with the one-pass backward.
+    # What users get by default: on Hopper, the Hopper kernels with the one-pass backward.
     half("forward-auto-causal", "auto", "forward", (4, 16, 16, 4096, 128), causal=True),
     half("backward-auto-causal", "auto", "backward", (4, 16, 16, 2048, 128), causal=True),
-    # Eight times as many keys as queries: programs of a head queue for dq, if they are planned so.
+    # Eight times as many keys as queries: a head's CTAs wait in turn to add to dq, if so planned.
     half("backward-auto-cross", "auto", "backward", (1, 32, 8, 2048, 128), seq_kv=16384),
     # One head of one long sequence: few CTAs, long loops.
     half("forward-long-row", "triton", "forward", (1, 1, 1, 32768, 64), causal=True),
@@ -132,8 +132,8 @@ CUDA: tuple[Case, ...] = (
 )
 CASES: dict[str, tuple[Case, ...]] = {"cpu": CPU, "cuda": CUDA}
 
-# Slowed down by --gate-selftest, by a little and by more: cases of two kinds, but not the compiled
-# model on a GPU, whose compilation in six processes takes 77 s.
+# Cases of two kinds that --gate-selftest slows down, and by how much. The compiled model is left
+# out: compiling it in six processes takes 77 s.
 SELFTEST: dict[str, dict[str, float]] = {
     "cpu": {"tiled-forward-full": 0.05, "attention-call": 0.10},
     "cuda": {"forward-d128-full": 0.05, "backward-d64-causal": 0.10},

@@ -31,13 +31,13 @@ from flashattn.gate.cases import Case
 from flashattn.report.gate import ARMS, ROUNDS, Collection, Outcome, settle
 
 WORKER = Path(__file__).with_name("worker.py")
-# So that sys.path[0] is not the folder of worker.py.
+# Keeps the folder of worker.py out of sys.path[0].
 START = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 PATIENCE = defaultdict(lambda: 120.0, prepare=600.0)  # seconds to wait for a reply, by request
 SAMPLE = 10e-3  # seconds of one arm in one round
 MOST_CALLS = 500
-# Fixed memory layout: without it the same code differs by up to 60% between processes, with it by
-# 0.5%. Huge pages, no allocation returned to the system, fixed addresses (``_fixed``) and hashes.
+# A fixed memory layout: without it, the same code differs by up to 60% between processes; with it,
+# by 0.5%. Huge pages, no memory returned to the system, fixed addresses (``_fixed``) and hashes.
 FIXED_LAYOUT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the maximum
@@ -62,12 +62,12 @@ class Worker:
     """The process of one revision, whose ``flashattn`` is in the folder ``tree``."""
 
     def __init__(self, name: str, tree: Path, link: socket.socket, group: int) -> None:
-        """Talk by a socket with a process of a group; ``greet`` waits until it is ready."""
+        """Store the socket and the process group; ``greet`` waits until the process is ready."""
         self.name, self.tree, self._link, self._group = name, tree, link, group
         self._stream = link.makefile("rw")
 
     def greet(self) -> None:
-        """Wait until the worker has imported ``flashattn``, and check where from."""
+        """Wait until the worker has imported ``flashattn``, and check that it is from its tree."""
         found = Path(self.answer("hello")["flashattn"])
         if not found.is_relative_to(self.tree):
             raise WorkerError(self.name, f"wanted flashattn of its own revision, got {found}")
@@ -82,7 +82,7 @@ class Worker:
         """Wait for the reply to the last request.
 
         Raises:
-            WorkerError: the worker has died, or does not answer.
+            WorkerError: the worker has died or does not answer.
         """
         patience, said = PATIENCE[to], f"died at {to!r}; stderr: "
         if not select.select([self._link], [], [], patience)[0]:
@@ -102,7 +102,7 @@ class Worker:
         return self.answer(do)
 
     def close(self) -> None:
-        """Let nobody ask any more, so that the process ends."""
+        """Close the socket, so that the process ends."""
         with suppress(ConnectionError):
             self._stream.close()
         self._link.close()
@@ -114,10 +114,10 @@ class Worker:
 
 
 class Arms:
-    """A process that imports torch and becomes a worker for each tree: they start alike."""
+    """A process that imports torch once and forks a worker per tree, so all start alike."""
 
     def __init__(self, trees: Mapping[str, Path], device: torch.device, seed: int) -> None:
-        """Start them, laid out by ``seed``."""
+        """Start the processes; ``seed`` fixes their memory layout."""
         python, settings = laid_out(device, seed)
         ends = {name: socket.socketpair() for name in trees}
         numbers = {name: theirs.fileno() for name, (_, theirs) in ends.items()}
@@ -147,7 +147,9 @@ class Pair:
     """The working tree and a revision, each arm in its own folder and process."""
 
     def __init__(self, root: Path, revision: str | None, device: torch.device) -> None:
-        """Write the trees, without a revision all the same; processes start on demand.
+        """Write the trees; processes start on demand.
+
+        Without a revision, every tree is a copy of the working tree.
 
         Raises:
             ValueError: there is no such revision, or it has no ``flashattn``.
@@ -156,7 +158,7 @@ class Pair:
         self._arms: Arms | None = None
         self._started_once, self._start_error = False, ""  # why the old revision does not start
         self._folder = TemporaryDirectory(prefix="flashattn-gate-")
-        # Paths of equal length: the length of a string shifts everything behind it in memory.
+        # Paths of equal length: the length of a string shifts everything after it in memory.
         self.trees = {arm: Path(self._folder.name, str(i)) for i, arm in enumerate(ARMS)}
         try:
             for arm, tree in self.trees.items():
@@ -189,7 +191,8 @@ class Pair:
     def judge(self, case: Case, *, rounds: int = ROUNDS, injected: float = 0.0) -> Outcome:
         """Time a case until its verdict is settled, each collection in new processes.
 
-        The first collection has ``rounds``; ``injected`` slows the new revision down by a share.
+        The first collection has ``rounds`` rounds. ``injected`` is the slowdown of the new
+        revision, as a share of its time.
 
         Raises:
             WorkerError: the new revision cannot run the case, or its process has died.
@@ -218,7 +221,7 @@ class Pair:
         return Outcome(case=str(case), readings=readings, injected=injected)
 
     def _start(self) -> None:
-        """Start the processes with the same memory layout, which differs from start to start."""
+        """Start the processes with one memory layout; each start uses a different layout."""
         self._started += 1
         self._arms = Arms(self.trees, self.device, self._started)
         for worker in self._workers.values():
@@ -226,7 +229,7 @@ class Pair:
         self._started_once = True
 
     def _prepare(self, case: Case, *, slowdown: float) -> str | None:
-        """Prepare the case in each process; return the error if the old revision cannot."""
+        """Prepare the case in each process; return the old revision's error, or None."""
         if not self._workers:
             self._start()
         for worker in self._workers.values():
@@ -262,9 +265,9 @@ def _one_line(error: WorkerError) -> str:
 
 
 def laid_out(device: torch.device, seed: int) -> tuple[list[str], dict[str, str]]:
-    """Return a command that starts Python, and its environment: one seed, one memory layout.
+    """Return a command that starts Python, and its environment; ``seed`` fixes the memory layout.
 
-    On a GPU the driver lays out the memory.
+    On a GPU the driver decides the layout, so the seed fixes only the hashes.
     """
     settings = {"PYTHONHASHSEED": str(seed)}
     if device.type == "cuda":

@@ -34,7 +34,7 @@ FAILED, UNSETTLED = {SLOWER, MISSED}, {AMBIGUOUS, UNPROVEN, NEW}  # all others p
 
 
 class Gate:
-    """Compares the working tree with a revision, if any, and with itself slowed down, if asked.
+    """Compares the working tree with a revision, if given, and with a slowed copy, if asked.
 
     Raises:
         pytest.UsageError: there is no such revision, or there are too few rounds.
@@ -66,7 +66,7 @@ class Gate:
     def judge(self, case: Case, injected: float) -> Outcome:
         """Time a case until its verdict is settled; repeat while an injected slowdown is missed."""
         pair = self._open(None if injected else self._revision)
-        # 5% is close to the margin, so a shared CPU needs more precision to detect it.
+        # A 5% slowdown is close to the margin, so a shared CPU needs more rounds to detect it.
         disturbed = self._device.type == "cpu"
         rounds = self._rounds * (2 if injected and disturbed else 1)
         for attempt in range(1, ATTEMPTS + 1):

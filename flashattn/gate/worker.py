@@ -3,7 +3,7 @@
 The gate runs this file by path. It imports torch and forks a worker for each revision, whose tree
 is then first on ``sys.path``. This file and its clock come from the working tree. ``flashattn``
 comes from the revision, which may be older than the gate, so it is imported only when needed.
-Requests and replies are JSON lines on a socket; a worker ends when nobody holds its other end.
+Requests and replies are JSON lines on a socket; a worker ends when the other end is closed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import torch
 
 TIMING = Path(__file__).parents[1] / "measure" / "timing.py"
 SEED = 20231
-BUSY = 200_000  # clock cycles of a kernel that keeps the stream busy, enough to be timed
+BUSY = 200_000  # clock cycles of a busy-wait kernel, enough to be timed
 SHORTEST = 1e-3  # seconds between two clock readings, which cost up to 10 microseconds each
 SAMPLE = 10e-3  # seconds of calls in one sample
 PACE_SECONDS = 0.2  # seconds of calls to estimate the time of one
-CORRECTIONS, TURNS = 2, 20  # corrections of an injected slowdown, and samples for each
+CORRECTIONS, TURNS = 2, 20  # corrections of an injected slowdown, and paired samples for each
 
 Call = Callable[[], Any]
 Facts = dict[str, Any]
@@ -81,9 +81,9 @@ MAKERS: dict[str, Callable[[Facts, torch.device], Call]] = {"AttentionCase": att
 
 
 def spun(call: Call, share: float, now: Callable[[], float], cost: float = 0.0) -> Call:
-    """Return ``call`` followed by a busy wait for a share of the time of that call.
+    """Return ``call`` followed by a busy wait for a share of that call's time.
 
-    ``now`` returns seconds of CPU time; its readings add ``cost``.
+    ``now`` returns seconds of CPU time; reading it adds ``cost`` seconds.
     """
 
     def slowed() -> Any:
@@ -99,7 +99,7 @@ def spun(call: Call, share: float, now: Callable[[], float], cost: float = 0.0) 
 
 
 def repeated(call: Call, times: int) -> Call:
-    """Return a callable that calls ``times`` times."""
+    """Return a callable that runs ``call`` the given number of times."""
 
     def calls() -> Any:
         for _ in range(times):
@@ -110,7 +110,7 @@ def repeated(call: Call, times: int) -> Call:
 
 
 class Worker:
-    """Prepares and times one case at a time, by the module ``timing`` of the working tree."""
+    """Prepares and times one case at a time, with the working tree's module ``timing``."""
 
     def __init__(self, device: torch.device, timing: Any) -> None:
         """Use one thread: two would wait for each other when another program takes a core."""
@@ -157,9 +157,9 @@ class Worker:
         return {}
 
     def _queued(self, share: float) -> Call:
-        """Return the case followed by a kernel that keeps the stream busy.
+        """Return the case followed by a busy-wait kernel.
 
-        Behind a call the kernel adds another time than alone, so its length is corrected in place.
+        The kernel takes a different time after a call than alone, so it is calibrated after one.
         """
         call, busy, units = self.call, torch.cuda._sleep, BUSY  # noqa: SLF001 - torch's tests wait so
 
@@ -187,7 +187,7 @@ class Worker:
         return {"seconds": [each / self.times for each in seconds]}
 
     def _added(self, slowed: Call) -> float:
-        """Return how much longer ``slowed`` takes, as a share; both are sampled alternately."""
+        """Return the slowdown of ``slowed`` as a share; both calls are sampled alternately."""
         calls = math.ceil(SAMPLE / self._pace(self.call))
         ratios = [
             median(self.clock.samples(slowed, calls)[0])
@@ -204,14 +204,14 @@ class Worker:
 
 
 def serve(tree: str, link: socket.socket, device: torch.device) -> None:
-    """Answer what is asked of a revision, until nobody can ask any more."""
+    """Answer requests to the revision in ``tree`` until the socket's other end is closed."""
     errors = os.open(f"{tree}.stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(errors, 2)
     os.dup2(2, 1)
     sys.path[0] = tree  # was the current folder
     timing = SimpleNamespace(**runpy.run_path(str(TIMING)))
     worker = Worker(device, timing)
-    stream = link.makefile("rw")  # open to the end, which follows a dying worker's last words
+    stream = link.makefile("rw")  # open until exit: its end comes after a dying worker's stderr
 
     def answer(facts: Facts) -> None:
         stream.write(json.dumps(facts) + "\n")
@@ -226,7 +226,7 @@ def serve(tree: str, link: socket.socket, device: torch.device) -> None:
 
 
 def main() -> None:
-    """Become a worker for each tree; trees and descriptors of sockets are on the command line."""
+    """Fork a worker for each pair of tree and socket descriptor on the command line."""
     device, *words = sys.argv[1:]
     links = [socket.socket(fileno=int(word)) for word in words[1::2]]
     gc.freeze()
@@ -237,8 +237,8 @@ def main() -> None:
                 other.close()
             serve(tree, link, torch.device(device))
             return
-        link.close()  # or the end of a worker would not show
-    signal.signal(signal.SIGABRT, signal.SIG_IGN)  # which is for those that hang
+        link.close()  # else the socket would outlive the worker
+    signal.signal(signal.SIGABRT, signal.SIG_IGN)  # meant for hanging workers
     for _ in words[::2]:
         os.wait()
 

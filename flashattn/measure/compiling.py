@@ -17,7 +17,7 @@ class Compilation:
     """What torch.compile did during a call."""
 
     compile_seconds: float  # wall time in all compilers, forward and backward
-    graphs: int  # captured
+    graphs: int  # captured graphs
     graph_breaks: int  # points where capture stopped and restarted
     recompiles: int  # functions compiled again because no compiled version fit
 
@@ -25,8 +25,8 @@ class Compilation:
 def compilation(call: Callable[[], object]) -> Compilation:
     """Count what ``call`` compiles, starting with nothing compiled.
 
-    Everything compiled in this process is dropped first, so a version for another shape is neither
-    reused nor counted as a recompile. Caches on disk stay, and make compilation faster.
+    This first drops everything compiled in this process, so a version for another shape is
+    neither reused nor counted as a recompile. Disk caches stay, and make compilation faster.
     """
     from torch._dynamo import utils  # noqa: PLC0415 - seconds to import
 

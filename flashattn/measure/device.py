@@ -1,6 +1,6 @@
-"""The machine: the accelerator's name, and every property that a measurement depends on.
+"""Describe the machine: the accelerator's name, and all properties that affect measurements.
 
-The result is saved with the measurements and shared, so it names no host, user or path.
+The description is saved with the measurements and shared, so it names no host, user or path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def accelerator(device: torch.device) -> str:
 
 
 def slug(name: str) -> str:
-    """Return ``name`` in lower case, each run of other characters than a-z and 0-9 as one dash."""
+    """Return ``name`` in lower case, each run of characters outside a-z and 0-9 as one dash."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

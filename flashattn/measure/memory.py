@@ -1,8 +1,8 @@
 """Memory: bytes saved for the backward pass, the peak, and a timeline of live blocks.
 
-``held_bytes`` works on any device. The peak and the timeline come from the CUDA allocator, and are
-None and empty on other devices. The timeline counts requested bytes; the peak counts them rounded
-up by the allocator, slightly more.
+``held_bytes`` works on any device. The peak and the timeline come from the CUDA allocator; on other
+devices the peak is None and the timeline is empty. The timeline counts requested bytes. The peak is
+slightly larger, because it counts the bytes as rounded up by the allocator.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 MOST_POINTS = 2000
 LARGEST = 10
-HISTORY = 1_000_000  # allocator events recorded
-MARK_BYTES = 333  # size of the block that marks the end of a phase; any rare size will do
-BEFORE = "before"  # the phase of blocks older than the recording
+HISTORY = 1_000_000  # most allocator events recorded
+MARK_BYTES = 333  # size of the block that marks an end of a phase; any rare size will do
+BEFORE = "before"  # phase of blocks older than the recording
 TORCH = str(Path(torch.__file__).parent)
 
 
@@ -50,7 +50,7 @@ def held_bytes(call: Callable[[], T], *, without: Iterable[torch.Tensor] = ()) -
     held: WeakSet[_Saved] = WeakSet()
 
     def pack(tensor: torch.Tensor) -> _Saved:
-        kept = _Saved(tensor.detach())  # a tensor with its node would be a reference cycle
+        kept = _Saved(tensor.detach())  # with its graph node it would form a reference cycle
         held.add(kept)
         return kept
 
@@ -66,9 +66,9 @@ def held_bytes(call: Callable[[], T], *, without: Iterable[torch.Tensor] = ()) -
 def peak_bytes(
     call: Callable[[], object], device: torch.device, ground: int = 0
 ) -> tuple[int | None, int | None]:
-    """Run ``call``; return the bytes above ``ground`` before it, and at most during it.
+    """Run ``call``; return the bytes in use before it and at its peak, both above ``ground``.
 
-    They are None on a CPU, where nobody counts.
+    Both are None on a CPU, which does not count them.
     """
     if device.type != "cuda":
         call()
@@ -91,8 +91,8 @@ class Block:
     """Blocks live at the peak that share size, allocating line and phase."""
 
     bytes: int  # of one block
-    line: str | None  # by ``line_of``; None if older than the recording
-    phase: str | None  # the innermost; None outside every phase, ``BEFORE`` if older
+    line: str | None  # from ``line_of``; None if older than the recording
+    phase: str | None  # innermost phase; None outside all phases, ``BEFORE`` if older
     count: int = 1
 
 
@@ -100,7 +100,7 @@ class Block:
 class Timeline:
     """Live bytes over time."""
 
-    # Seconds since the start of the recording, and the bytes live from then on: ``thinned``.
+    # Seconds since the recording began, and the bytes live from then on, reduced by ``thinned``.
     points: list[tuple[float, int]] = field(default_factory=list)
     phases: list[tuple[str, float, float]] = field(default_factory=list)  # name, start, end
     largest: list[Block] = field(default_factory=list)  # live at the peak, largest first
@@ -117,13 +117,13 @@ class Mark(NamedTuple):
 def record(
     call: Callable[[], object], device: torch.device, path: Path | str | None = None
 ) -> Timeline:
-    """Run ``call`` while the allocator records its history; without a GPU it is empty.
+    """Run ``call`` while the allocator records its history; on a CPU the timeline is empty.
 
-    ``path`` gets a pickle for https://pytorch.org/memory_viz; it holds the full path of every
-    source file in a traceback.
+    If given, ``path`` receives a pickle for https://pytorch.org/memory_viz, which contains the full
+    path of every source file in a traceback.
 
     Raises:
-        RuntimeError: more than ``HISTORY`` events happened.
+        RuntimeError: there were more than ``HISTORY`` events.
     """
     if device.type != "cuda":
         call()
@@ -153,10 +153,10 @@ def record(
 
 
 def timeline(snapshot: Mapping[str, Any], marks: Sequence[Mark], index: int) -> Timeline:
-    """Build a timeline from a snapshot of the CUDA allocator, of the device ``index``.
+    """Build the timeline of device ``index`` from a snapshot of the CUDA allocator.
 
-    The ends of phases are found by their mark blocks, not by the clock, so every block is assigned
-    to the right phase. The first mark is the start of the recording.
+    Phases are delimited by their mark blocks, not by the clock, so every block is assigned to the
+    right phase. The first mark is the start of the recording.
 
     Raises:
         RuntimeError: a mark is missing from the history.
@@ -166,7 +166,7 @@ def timeline(snapshot: Mapping[str, Any], marks: Sequence[Mark], index: int) -> 
     beginning = next((e["time_us"] for e in trace if marks and _is_mark(e, marks[0])), 0)
     live = {address: (0, Block(size, None, BEFORE)) for address, size in before.items()}
     points = [(0.0, sum(before.values()))]
-    lives: list[tuple[int, int, Block]] = []  # the points from which to which a block was live
+    lives: list[tuple[int, int, Block]] = []  # points of start and end, and the block
     phases: list[tuple[str, float, float]] = []
     opened: list[tuple[str, float]] = []
     coming = list(reversed(marks))
@@ -213,7 +213,7 @@ def _live_before(
 ) -> dict[int, int]:
     """Return the size, by address, of each block that is older than the history.
 
-    The history has no allocation of such a block; it has its free, or the block is still live.
+    The history lacks the allocation of such a block. It has the free, or the block is still live.
     """
     made: set[int] = set()
     before: dict[int, int] = {}

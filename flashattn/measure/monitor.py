@@ -1,6 +1,6 @@
-"""Clock and throttling of a GPU over time, sampled by a thread.
+"""Sample the clock and throttling of a GPU in a thread.
 
-A time measured while the GPU throttles is not reproducible, so its row says so.
+Times measured while the GPU throttles are not reproducible, so their rows record it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Reading:
     """The state of the GPU over an interval."""
 
     sm_hertz: float | None = None  # median SM clock; None if not sampled
-    throttled: list[str] = field(default_factory=list)  # reasons, at any moment of the interval
+    throttled: list[str] = field(default_factory=list)  # reasons at any time in the interval
 
 
 class Sample(NamedTuple):
@@ -45,7 +45,7 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> Sample:
-        """Take one."""
+        """Take a sample."""
         # The name before driver 535; later drivers accept it too.
         reasons = nvml(device, lambda ask, gpu: ask.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
         return cls(time.perf_counter(), sm_clock(device), reasons)

@@ -20,8 +20,8 @@ def partial_sums(
 ) -> list[tuple[int, float]]:
     """Add ``value``, rounded once to the dtype ``addend``, to an accumulator ``count`` times.
 
-    A ``cast`` "explicit" casts the addend to the accumulator's dtype beforehand, "implicit" leaves
-    the cast to the addition; it is "none" if the dtypes are equal.
+    The ``cast`` "explicit" casts the addend to the accumulator's dtype beforehand; "implicit"
+    leaves the cast to the addition; "none" is for equal dtypes.
 
     Returns:
         About ``POINTS`` pairs (number of additions, sum); the last is the result.
@@ -91,7 +91,7 @@ QUANTITIES = (
 def layernorm(
     dtype: torch.dtype, scale: float, *, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Normalize a row with mean and deviation ``scale`` in fp64, and each operation in ``dtype``.
+    """Normalize a row of mean and deviation ``scale`` in fp64, and with each step in ``dtype``.
 
     The errors show why fused kernels keep the statistics in fp32.
 

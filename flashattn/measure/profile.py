@@ -46,7 +46,7 @@ CATEGORIES: tuple[tuple[str, str], ...] = (
     ("elementwise", r"^aten::(tril|triu|arange|eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+)_?$"),
 )
 
-# The operation of a kernel template is one of its arguments, inside wrappers to be skipped.
+# A kernel template names its operation in one of its arguments, inside wrappers to be skipped.
 _FUNCTOR = re.compile(
     r"\b(?!gpu_|AUnary|BUnary|BinaryFunctor|UnaryFunctor)"
     r"(\w*Functor\w*|\w+_functor|\w+Ops|\w+_kernel(?:_cuda|_impl)?|\w+_cuda_out|\w+Epilogue"
@@ -79,8 +79,8 @@ class Profile:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Name a block of code, in the profiler, in an NVTX range and for every listener."""
-    # As an argument, the name may have braces.
+    """Name a block of code in the profiler, in an NVTX range and for every listener."""
+    # Passed as an argument, the name may contain braces.
     marked = torch.cuda.nvtx.range("{}", name) if torch.cuda.is_available() else nullcontext()
     _tell(name, "start")
     with marked, torch.profiler.record_function(name):
@@ -92,7 +92,7 @@ def phase(name: str) -> Iterator[None]:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call ``listener(name, "start" | "end")`` at both ends of every phase in the block."""
+    """Call ``listener(name, "start" | "end")`` at the start and end of every phase in the block."""
     _LISTENERS.append(listener)
     try:
         yield
@@ -167,7 +167,7 @@ def summary(
     Events on the device ``where`` are kernels; ``phases`` are names of annotations.
     """
     events = list(events)
-    # Annotations appear on the device's timeline too, and are no kernels.
+    # Annotations also appear on the device's timeline, but are not kernels.
     annotations = {event.name for event in events if event.is_user_annotation}
     kernels = [e for e in events if e.device_type == where and e.name not in annotations]
     names = {name: (short(name), category(name)) for name in {event.name for event in kernels}}

@@ -1,4 +1,4 @@
-"""The roofs of the machine, measured: matrix products and a copy."""
+"""Measure the roofs of the machine: matrix products and a copy."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ WARM_CALLS, CALLS = 3, 10
 class Sizes(NamedTuple):
     """Problem sizes large enough to reach the roofs."""
 
-    side: int  # of the square matrices
-    copied: int  # bytes to copy; as many are read as written
-    kinds: tuple[str, ...]  # precisions of the products: dtypes; "tf32": fp32 on tensor cores
+    side: int  # rows of the square matrices
+    copied: int  # bytes read, and as many written
+    kinds: tuple[str, ...]  # precisions of the products: dtypes, or "tf32" for fp32 on tensor cores
 
 
 SIZES = {
@@ -35,7 +35,7 @@ def measure_roofs(device: torch.device) -> dict[str, float]:
     """Measure the roofs on random normal data (zeros draw less power and run faster).
 
     Returns:
-        FLOP/s of each kind of product; under "copy", bytes per second read plus written.
+        FLOP/s of each kind of product; under "copy", bytes read plus bytes written per second.
     """
     sizes, clock = SIZES[device.type], clock_of(device)
     roofs = {}

@@ -3,8 +3,8 @@
 A GPU runs asynchronously, so a host clock around a call times only its launch. ``DeviceClock``
 queues an event before and after the call. Before the first event it queues writes to twice the L2
 cache. The writes evict the inputs from the cache, and give the host time to queue the whole call,
-so gaps between launches do not count. A sample is late if the device reached the first event before
-the host had queued the call; late samples are repeated behind more writes.
+so that gaps between launches do not count. A sample is late if the device reached the first event
+before the host had queued the call. Late samples are repeated after more writes.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 BUDGET = 0.25  # seconds to measure one case
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 100
 WARM_UP = 0.05  # seconds after the first call, which may compile
-LONGEST_LEAD = 4e-3  # at most this many seconds of writes before a call
-RETAKES = 5  # repeats of a late sample
+LONGEST_LEAD = 4e-3  # most seconds of writes before a call
+RETAKES = 5  # most repeats of a late sample
 INTERPRETER = str(Path("triton", "runtime", "interpreter.py"))
 
 
 class Clock:
-    """Times calls, on a device where nothing is queued."""
+    """Times calls on a device whose queue is empty."""
 
     tells: ClassVar[str]  # the kind of time, in words
-    takes_turns: ClassVar[bool] = False  # whether a call may be timed behind those of others
+    takes_turns: ClassVar[bool] = False  # whether calls of several cases may alternate
     # Calls in the last ``samples`` that started before the host had queued them, so their times may
     # include host delays.
     late = 0
 
     def __init__(self, synchronize: Callable[[], Any] = lambda: None) -> None:
-        """Store what waits until the device is idle."""
+        """Store a function that waits until the device is idle."""
         self.synchronize = synchronize
 
     def cover(self, launch: float) -> float:
@@ -58,7 +58,7 @@ class HostClock(Clock):
     """The host clock, for synchronous devices."""
 
     tells: ClassVar[str] = "host time, warm cache"
-    BATCH: ClassVar[int] = 1  # consecutive calls, whose mean is one sample
+    BATCH: ClassVar[int] = 1  # consecutive calls; their mean is one sample
     now = staticmethod(time.perf_counter)
 
     def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:
@@ -75,7 +75,7 @@ class HostClock(Clock):
 
 
 class ProcessorClock(HostClock):
-    """CPU time of the process: neither preemption nor waiting counts, so it is not a duration."""
+    """CPU time of the process, which excludes preemption and waiting, so it is not a duration."""
 
     tells: ClassVar[str] = "processor time, warm cache"
     now = staticmethod(time.process_time)
@@ -85,12 +85,12 @@ class HostTime(HostClock):
     """Times how long the host is busy with a call, whatever the device does."""
 
     tells: ClassVar[str] = "host time of a call on an idle device"
-    # With 20 rounds a third of a second for a call of 150 us: averages over load from others.
+    # 20 rounds of a 150 us call then take a third of a second, which averages over other load.
     BATCH: ClassVar[int] = 100
 
 
 class DeviceClock(Clock):
-    """Times calls by pairs of events on an asynchronous device.
+    """Times calls with pairs of events on an asynchronous device.
 
     Args:
         event: creates an event with timing enabled.
@@ -104,7 +104,7 @@ class DeviceClock(Clock):
     def __init__(
         self, event: Callable[[], Any], flush: Callable[[], Any], synchronize: Callable[[], Any]
     ) -> None:
-        """Queue nothing yet."""
+        """Store the functions; queue nothing yet."""
         super().__init__(synchronize)
         self._event, self._flush = event, flush
         self._flushes = self._most = 1
@@ -126,7 +126,7 @@ class DeviceClock(Clock):
         return self._flushes * flush
 
     def samples(self, call: Callable[[], Any], calls: int) -> tuple[list[float], Any]:
-        """Queue all calls, each behind its own flushes, then synchronize once; see ``Clock``.
+        """Queue all calls, each after its own flushes, then synchronize once; see ``Clock``.
 
         Each late call doubles the flushes before later calls, up to ``LONGEST_LEAD``.
         """
@@ -150,7 +150,7 @@ class Replayed(Clock):
     """A clock that returns known times."""
 
     def __init__(self, seconds: list[float]) -> None:
-        """Take the times of the coming calls."""
+        """Store the times of the calls to come."""
         super().__init__()
         self._seconds = iter(seconds)
 
@@ -195,7 +195,7 @@ def warm_up(
 
 
 def rounds_of(seconds: float) -> int:
-    """Return how many calls of so many seconds are timed within ``BUDGET``."""
+    """Return how many calls of ``seconds`` each are timed within ``BUDGET``."""
     return min(max(int(BUDGET / seconds), FEWEST_ROUNDS), MOST_ROUNDS)
 
 
@@ -207,7 +207,7 @@ def retaken(
     again: Callable[[], tuple[Any, ...]] | None,
     calls: int = 1,
 ) -> tuple[list[float], Any, int]:
-    """Return ``clock.samples`` of a call, and how often they were repeated as some were late.
+    """Return the samples and the result of a call, and how often late samples were repeated.
 
     ``again`` makes the arguments of a repeat; None keeps late samples.
     """
@@ -222,7 +222,7 @@ def retaken(
 class DeviceBenchmark(BenchmarkFixture):
     """The pytest-benchmark fixture with the clock of the device.
 
-    Use ``time``. Calibration, ``pedantic`` and --benchmark-disable work as usual.
+    Call ``time`` to measure. Calibration, ``pedantic`` and --benchmark-disable work as usual.
     """
 
     clock: Clock
@@ -254,8 +254,8 @@ class DeviceBenchmark(BenchmarkFixture):
             call: the call to time; the caller has checked its result.
             setup: makes the arguments of each call, untimed.
             rounds: number of calls to time, regardless of ``BUDGET``.
-            warm: the caller has warmed up; for calls of seconds, with ``rounds``. Late samples are
-                kept.
+            warm: the caller has warmed up. For calls that take seconds, together with ``rounds``;
+                late samples are kept.
 
         Returns:
             The result of the last call.
@@ -266,7 +266,7 @@ class DeviceBenchmark(BenchmarkFixture):
             pace = warm_up(call, clock=self.clock, setup=setup)
             lead = self.clock.cover(pace.launch)
             rounds = rounds or rounds_of(pace.wall + lead)
-            # If the launch outlasts every lead, each sample would be late again.
+            # If the launch outlasts every lead, a repeated sample would be late again.
             self._retake_setup = setup if pace.launch < lead else None
         result = self.pedantic(call, setup=lambda: (setup(), {}), rounds=rounds or 1)
         self._note(self.clock.tells)
@@ -275,7 +275,7 @@ class DeviceBenchmark(BenchmarkFixture):
         return result
 
     def replay(self, samples: list[float], *, tells: str | None = None) -> None:
-        """Record seconds measured earlier as the rounds of this case.
+        """Record times measured earlier as the rounds of this case.
 
         ``tells`` is the kind of time; None keeps the kind in ``extra_info``.
         """

@@ -1,4 +1,4 @@
-"""``python -m flashattn.report``: the page; ``compare A B``; ``show RUN``; ``keep``; ``docs``."""
+"""Write reports of benchmark runs: a page, one study, a comparison, or the tables of the docs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _write(options: argparse.Namespace) -> str:
 
 
 def _keep(options: argparse.Namespace) -> str:
-    """Keep runs; return what was written and what it replaces."""
+    """Keep runs; return the paths written and the paths removed."""
     written, gone = keep(options.runs)
     told = {"Kept": written, "Removed, of another commit": gone}
     return "\n".join(f"{said}: {path}" for said, paths in told.items() for path in paths)

@@ -1,4 +1,4 @@
-"""The answer: a few numbers about our kernels, and one picture of their speed."""
+"""The top of the report: key numbers about our kernels, and a plot of their speed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from flashattn.report.runs import Row, Run
 from flashattn.report.studies import accuracy, attention, flash, lm
 from flashattn.report.units import TERA, ms, percent, times, word
 
-ANSWER = "answer"  # name of the picture
+ANSWER = "answer"  # name of the plot
 OURS, EVERY = plot.BEST, "all peers"
 FILTERS = {"pass": "Pass", "dtype": "dtype", "D": "D", "mask": "Mask", "shape": "Shape"}
-MANY = 12  # labels of the x axis
-TOLD = ("kernel", "ms", "from")  # under the pointer
+MANY = 12  # most labels of the x axis
+TOLD = ("kernel", "ms", "from")  # shown in the tooltip
 NOTE = (
     f"Ours: the faster of {' and '.join(KERNELS)}. Numbers: its speed over that of the fastest "
     "peer shown; + if that peer was measured in another run."
@@ -40,21 +40,21 @@ NOTE = (
 class Card:
     """One number about our kernels."""
 
-    study: str  # that tells more
+    study: str  # the study with the details
     title: str  # what was measured
     value: str  # with its unit
-    text: str  # what it was compared with
+    text: str  # what the value is compared with
     origin: str  # machine, run and date
 
 
 def cards(run: Run) -> list[Card]:
-    """Return the numbers that the rows of a run give, the most important first."""
+    """Return the cards for which a run has rows, the most important first."""
     speeds = [card for name in ("forward", "backward") for card in _speed(run, name)]
     return [*speeds, *_step(run), *_right(run), *_held(run)]
 
 
 def _origin(run: Run, rows: Iterable[Row]) -> str:
-    """Return the machine, the runs of these rows and their dates."""
+    """Return the machine, and the names and dates of the runs that measured these rows."""
     origins = [origin for origin, _ in run.origins(rows)]
     numbers = sorted({(each.name or "").rpartition("/")[2].partition("_")[0] for each in origins})
     dates = sorted({(each.made or "")[:10] for each in origins})
@@ -64,14 +64,14 @@ def _origin(run: Run, rows: Iterable[Row]) -> str:
 
 
 def _newest(run: Run, duels: list[flash.Duel]) -> list[flash.Duel]:
-    """Return the pairs of the newest run that has both sides: older kernels do not count."""
+    """Return the duels of the newest run that measured both sides; older kernels do not count."""
     both = [duel for duel in duels if flash.same_run(*duel)]
     last = max(((run.origin(ours).made or "") for _, ours in both), default="")
     return [duel for duel in both if (run.origin(duel[1]).made or "") == last]
 
 
 def _speed(run: Run, name: str) -> list[Card]:
-    """Return the speed over the fastest peer, where it was measured most often."""
+    """Return our speed over the fastest peer's, for the setting with the most problems."""
     rows = [row for row in flash.usable(run) if row["pass"] == name]
     found = [_newest(run, flash.duels(own)) for own in groups(rows, "protocol", "dtype").values()]
     duels = max(found, key=len, default=[])
@@ -94,7 +94,7 @@ def _speed(run: Run, name: str) -> list[Card]:
 
 
 def _step(run: Run) -> list[Card]:
-    """Return our fastest train step of the largest model, beside the fastest of the peers."""
+    """Return our fastest train step of the largest model, compared with the fastest peer's."""
     rows = [row for row in timed(lm.steps(run)) if row["step"] == "train"]
     for own in reversed(groups(rows, "size", "context", "batch").values()):
         ours, peer = best(own, ours=True), best(own, ours=False)
@@ -112,7 +112,7 @@ def _step(run: Run) -> list[Card]:
 
 
 def _right(run: Run) -> list[Card]:
-    """Return how many errors of our kernels exceed their budget, and the clauses they keep."""
+    """Return how many of our kernels' errors exceed their budget, and which clauses they keep."""
     rows = run.study(accuracy.NAME)
     judged = [row for row in accuracy.judged(rows) if row["impl"] in KERNELS]
     if not judged:
@@ -131,7 +131,7 @@ def _right(run: Run) -> list[Card]:
 
 
 def _held(run: Run) -> list[Card]:
-    """Return the memory held for backward at the longest length, as a share of naive's."""
+    """Return the memory held for backward at the longest length, relative to naive attention."""
     pairs = attention.against_naive(run).values()
     both = [pair for pair in pairs if len(known(pair, attention.HELD)) == len(pair)]
     if not both:
@@ -145,9 +145,9 @@ def _held(run: Run) -> list[Card]:
 
 
 def explorer(run: Run) -> tuple[plot.Picture, dict[str, list[str]]] | None:
-    """Return the picture of speed over length, and the choices of its filters; None without rows.
+    """Return the plot of speed over length and the choices of its filters, or None without rows.
 
-    Filters are parameters of the picture, which shows one choice at a time.
+    The filters are parameters of the plot, which shows one choice at a time.
     """
     rows = timed(flash.usable(run))
     cases = [
@@ -173,12 +173,12 @@ def explorer(run: Run) -> tuple[plot.Picture, dict[str, list[str]]] | None:
     made = plot.lines(title, records, x, y, tell=TOLD, height=320, note=NOTE)
     made["spec"]["layer"].append(_ratios(x, y))
     case = ", ".join(f"D = {value}" if name == "D" else value for name, value in first.items())
-    made["title"]["text"] = f"{title}: {case}"  # of a file; the page has the filters
+    made["title"]["text"] = f"{title}: {case}"  # for a file; the page shows the filters instead
     return made | _filtered(chosen), choices
 
 
 def _filtered(chosen: dict[str, str]) -> plot.Picture:
-    """Return the parameters of the filters with their first values, and the filters."""
+    """Return the filters, and their parameters with initial values."""
     tests = [f"datum.{name} == {name}" for name in FILTERS]
     tests.append(f"datum.kind || datum.name == '{OURS}' || peer == '{EVERY}' || datum.name == peer")
     params = [{"name": name, "value": value} for name, value in chosen.items()]
@@ -186,7 +186,7 @@ def _filtered(chosen: dict[str, str]) -> plot.Picture:
 
 
 def _case(row: Row) -> dict[str, str]:
-    """Return the values of the filters for a row."""
+    """Return the value of each filter for a row."""
     return {
         "pass": row["pass"],
         "dtype": word("dtype", row["dtype"]),
@@ -196,7 +196,7 @@ def _case(row: Row) -> dict[str, str]:
 
 
 def _records(run: Run, rows: list[Row]) -> list[plot.Record]:
-    """Return the points of one choice: ours, the peers, and the roof."""
+    """Return the points for one choice of filters: ours, the peers' and the roof."""
     made = list[plot.Record]()
     for problem in groups(rows, "seq_q", "problem").values():
         ours = best(problem, ours=True)
@@ -213,7 +213,7 @@ def _records(run: Run, rows: list[Row]) -> list[plot.Record]:
 
 
 def _ratios(x: plot.Channel, y: plot.Channel) -> plot.Picture:
-    """Return a layer of text: our speed over that of the fastest peer among those shown."""
+    """Return a layer of text: our speed over that of the fastest peer shown."""
     peer = f"datum.kind || datum.name == '{OURS}' ? null : "
     largest = [{"op": "max", "field": side, "as": side} for side in ("near", "far")]
     ratio = "format(datum.y / (datum.near || datum.far), '.2f') + (datum.near ? 'x' : 'x +')"

@@ -1,12 +1,13 @@
 """Compare two runs case by case, with a verdict for each case.
 
 The machine may change between runs, so changes are relative to controls: cases whose code is
-unchanged. These are the peers (naive, PyTorch, FlexAttention, flash-attn) under equal versions, and
-every case if the sources are equal. The change of a case is divided by the median change of the
-controls of its study and pass. The case is faster or slower if the result exceeds all of: twice the
-largest deviation of a control (of a steady one, if most are), twice the interquartile range of its
-own samples in both runs, and 3%. The median over all cases of one implementation and pass is
-compared with the medians of the peers in the same way; it shows smaller changes.
+unchanged. Peers (naive, PyTorch, FlexAttention, flash-attn) are controls if the versions are equal,
+and all cases are if the sources are equal too. The change of a case is divided by the median change
+of the controls of its study and pass. The case is faster or slower if the result exceeds all of:
+twice the largest deviation of a control (of a steady one, if most are steady), twice the
+interquartile range of its own samples in both runs, and 3%. The median over all cases of one
+implementation and pass is compared with the peers' medians in the same way, which reveals smaller
+changes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from flashattn.report.units import digits, ms, percent, times
 PEERS = re.compile(r"naive|compiled|flex|sdpa(_\w+)?|flash_attn_\w+|floor.*")
 FEWEST = 3  # controls needed to estimate the shift of the machine
 ENOUGH = 8  # controls needed to estimate the noise
-TWICE = 2  # noise over the largest deviation of a control
+TWICE = 2  # noise, as a multiple of the largest deviation of a control
 ERRORS = 4  # standard errors by which the median of a family may differ from the peers
 LEAST = 0.03  # minimum noise
 UNCONTROLLED = 0.10  # minimum noise without enough controls
@@ -55,11 +56,11 @@ class Change:
     a: Row | None  # its row in the first run
     b: Row | None  # its row in the second run
     same_versions: bool = False  # of driver, torch, Triton and so on
-    same_code: bool = False  # the sources are the same too
-    verdict: str = SAME  # or FASTER, SLOWER, CONTROL, ONCE, new, gone, still or now a status
+    same_code: bool = False  # of the sources, and the same versions
+    verdict: str = SAME  # or FASTER, SLOWER, CONTROL, ONCE, new, gone, still STATUS, now STATUS
     shift: float = 0.0  # log of the median ratio of its controls
     noise: float = 0.0  # log of the largest ratio explained by noise; 0 if nothing is compared
-    controls: int = 0  # how many are behind the noise
+    controls: int = 0  # how many controls determine the noise
 
     @property
     def row(self) -> Row:
@@ -73,13 +74,13 @@ class Change:
 
     @cached_property
     def seconds(self) -> tuple[float | None, float | None]:
-        """Seconds before and after; None without a time."""
+        """Seconds before and after; None if there is no time."""
         rows = [row if row and row["status"] == "ok" else {} for row in (self.a, self.b)]
         return rows[0].get("seconds") or None, rows[1].get("seconds") or None
 
     @property
     def ratio(self) -> float | None:
-        """Seconds after over before."""
+        """Seconds after over seconds before."""
         before, after = self.seconds
         return after / before if before and after else None
 
@@ -90,34 +91,34 @@ class Change:
 
     @cached_property
     def peer(self) -> bool:
-        """Whether the case times only a peer: not in our model, nor behind our entry point."""
+        """Return whether the case times only a peer, not our model or our entry point around it."""
         study, name = self.case[0], self.row.get("impl") or ""
         ours = "size" in self.row or (study, name) == ("launch", "naive")
         return self.same_versions and bool(PEERS.fullmatch(name)) and not ours
 
     @property
     def once(self) -> bool:
-        """Whether a row has only one sample, and so no spread."""
+        """Return whether a row has only one sample, and so no spread."""
         return any(row and row.get("rounds") == 1 for row in (self.a, self.b))
 
     @property
     def levels(self) -> tuple[tuple[Any, ...], ...]:
-        """The keys under which controls are looked up: clock, study and pass; then clock alone."""
+        """The keys by which controls are looked up: clock, study and pass; then clock alone."""
         clock, kind = self.row.get("clock"), self.row.get("pass") or self.row.get("step")
         return (clock, self.case[0], kind), (clock,)
 
     @property
     def width(self) -> float:
-        """The log interquartile ratios of both runs, added."""
+        """The sum of both runs' log interquartile ratios."""
         rows = (row for row in (self.a, self.b) if row and row.get("q1"))
         return sum(math.log(row["q3"] / row["q1"]) for row in rows)
 
 
 class _Controls:
-    """The shift and the noise of the machine, estimated from the controls among all changes."""
+    """The shift and the noise of the machine, estimated from the controls."""
 
     def __init__(self, changes: Iterable[Change]) -> None:
-        """Collect the changes of the controls, and the distance of each from the others' median."""
+        """Collect each control's change, and its deviation from the other controls' median."""
         controls = [c for c in changes if (c.peer or c.same_code) and not c.once]
         self._logs: dict[tuple[Any, ...], dict[tuple[str, str], float]] = defaultdict(dict)
         self._deviations: dict[tuple[Any, ...], list[tuple[bool, float]]] = defaultdict(list)
@@ -130,7 +131,7 @@ class _Controls:
                 self._deviations[level].append((firm, abs(control.log - self._shift(control))))
 
     def judge(self, change: Change) -> Change:
-        """Add the verdict to a change with both times."""
+        """Return a change that has both times, with its verdict."""
         shift, (noise, controls) = self._shift(change), self._noise(change)
         busy = controls >= ENOUGH and noise > math.log1p(BUSY)
         noise = max(noise, TWICE * change.width)
@@ -159,7 +160,7 @@ class _Controls:
                 least = LEAST
                 break
         firm = [deviation for is_firm, deviation in found if is_firm]
-        few = 2 * len(firm) < len(found)  # most controls are unsteady, so the machine is
+        few = 2 * len(firm) < len(found)  # most controls are unsteady, so the machine is, too
         largest = max([deviation for _, deviation in found] if few else firm, default=0.0)
         return max(math.log1p(least), TWICE * largest), len(found)
 
@@ -168,7 +169,7 @@ def compare(a: Run, b: Run) -> list[Change]:
     """Compare every case of two runs; the result has the order of ``b``, then cases only in ``a``.
 
     Raises:
-        ValueError: they are of different accelerators.
+        ValueError: the runs are of different accelerators.
     """
     if a.accelerator != b.accelerator:
         raise ValueError(f"b: wanted a run of {a.accelerator}, got one of {b.accelerator}")
@@ -195,7 +196,7 @@ def _untimed(change: Change) -> str:
 
 
 def summary(changes: Sequence[Change]) -> str:
-    """Return the number of cases with each verdict, the mean ratio, and the noise, in words."""
+    """Return the count of each verdict, the mean ratio and the noise, in words."""
     counts = Counter(change.verdict for change in changes)
     order = dict.fromkeys([FASTER, SLOWER, SAME, CONTROL, ONCE, *sorted(counts)])
     said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in order if counts[verdict])
@@ -208,7 +209,7 @@ def summary(changes: Sequence[Change]) -> str:
 
 
 def _noise(changes: Sequence[Change]) -> list[str]:
-    """Return sentences about the size and the source of the noise."""
+    """Return sentences about the size and the origin of the noise."""
     known, said = [change for change in changes if change.noise], list[str]()
     same = [math.expm1(abs(change.log - change.shift)) for change in known if change.same_code]
     if same:
@@ -259,7 +260,7 @@ def _together(changes: Iterable[Change]) -> list[str]:
 
 
 def report(a: Run, b: Run, *, every: bool = False) -> str:
-    """Return the comparison as Markdown: a summary, and a table of changed or all timed cases."""
+    """Return the comparison as Markdown: a summary, and a table of the changed or of all cases."""
     changes = compare(a, b)
     quiet = () if every else (SAME, CONTROL, ONCE)
     told = [c for c in changes if "still" not in c.verdict and c.verdict not in quiet]
@@ -274,7 +275,7 @@ def report(a: Run, b: Run, *, every: bool = False) -> str:
 
 
 def _within(noise: float) -> str:
-    """Return log noise as a percentage, or as more than a factor of two."""
+    """Return log noise as a percentage, or "more than 2x"."""
     share = math.expm1(noise)
     return f"±{percent(share)}" if share < 1 else "more than 2x"
 
@@ -290,11 +291,11 @@ def _line(change: Change) -> list[str]:
 def hold(a: Run, b: Run, limits: Iterable[Limit]) -> tuple[dict[tuple[str, str], str], list[str]]:
     """Check our cases in ``b`` against the limits of --benchmark-compare-fail relative to ``a``.
 
-    Rows have ``stats``, the statistics of pytest-benchmark.
+    Rows need ``stats``, the statistics of pytest-benchmark.
 
     Returns:
-        For each case that exceeds a limit beyond the noise, a sentence; and a sentence for each
-        limit that is within the noise of some cases.
+        A sentence for each case that exceeds both a limit and the noise, and a sentence for each
+        limit that lies within the noise of some cases.
     """
     broken, inside = dict[tuple[str, str], str](), list[str]()
     for limit in limits:
@@ -303,7 +304,7 @@ def hold(a: Run, b: Run, limits: Iterable[Limit]) -> tuple[dict[tuple[str, str],
             c for c in compare(_on(a, field), _on(b, field)) if c.noise and c.verdict != CONTROL
         ]
         for change in ours:
-            # A limit may be absolute, so it gets seconds, corrected for the shift.
+            # A limit may be absolute, so it is applied to seconds, corrected for the shift.
             before = {field: change.seconds[0]}
             moved, edge = (
                 {field: (change.seconds[0] or 0.0) * math.exp(log)}

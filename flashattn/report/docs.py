@@ -1,7 +1,7 @@
 """Fill the tables of README and docs from the kept runs: ``python -m flashattn.report docs``.
 
-A table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``, and NAME is one of
-``excerpts.EXCERPTS``. Text outside of such tables holds no measured number.
+A table is between ``<!-- table: NAME -->`` and ``<!-- end -->``, where NAME is a key of
+``excerpts.EXCERPTS``. Text outside such tables contains no measured number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def pages(root: Path) -> list[Path]:
 
 
 def render(text: str, run: Run) -> str:
-    """Return a page with its tables made anew.
+    """Return a page with its tables regenerated.
 
     Raises:
         ValueError: the page asks for a table that does not exist.
@@ -57,7 +57,7 @@ def _origin(run: Run, rows: Iterable[dict[str, object]]) -> str:
 
 
 def update(root: Path, run: Run, *, check: bool) -> list[Path]:
-    """Fill the tables of a checkout's pages; return what changed, or with ``check`` would."""
+    """Fill the tables of a checkout's pages, unless ``check``; return the pages that change."""
     changed = []
     for path in pages(root):
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A table that README or docs quote, made from the rows of one study, and its cells."""
+"""A table for the README or the docs, made from the rows of one study, and its cells."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Excerpt:
     """A table of some rows of a study."""
 
     study: str
-    where: Mapping[str, Any]  # values of facts of its rows; several in a tuple, or a predicate
-    lines: Mapping[str, str]  # the facts that name a line, by column
+    where: Mapping[str, Any]  # required facts of a row: a value, a tuple of values, or a predicate
+    lines: Mapping[str, str]  # facts that identify a line, by column
     cells: Mapping[str, Cells]  # the other columns
-    note: str  # what the numbers are, and in which unit
+    note: str  # what the numbers are, and their unit
 
     def table(self, run: Run) -> Table:
-        """Return the table, without lines and columns that nothing was measured for."""
+        """Return the table, without lines and columns that have no measurement."""
         rows = [row for row in ok(run.study(self.study)) if _matches(row, self.where)]
         columns = shared(**self.lines) | dict(self.cells)
         made = Table.of(self.note, rows, columns, groups(rows, *self.lines.values()).values())
@@ -49,12 +49,12 @@ def _matches(row: Row, where: Mapping[str, Any]) -> bool:
 
 
 def _fastest(rows: list[Row], **where: Any) -> Row | None:
-    """Return the fastest of the rows that have these facts."""
+    """Return the fastest row that has these facts."""
     return quickest(row for row in rows if _matches(row, where))
 
 
 def fastest(say: Callable[[Row], str], **where: Any) -> Cells:
-    """Return a cell that says something of the fastest row that has these facts."""
+    """Return a cell that applies ``say`` to the fastest row that has these facts."""
 
     def cell(rows: list[Row]) -> str:
         row = _fastest(rows, **where)
@@ -84,7 +84,7 @@ def ratio(slow: Mapping[str, Any], fast: Mapping[str, Any]) -> Cells:
 
 
 def _over(peers: str | tuple[str, ...], rows: list[Row]) -> dict[str, float]:
-    """Return our speed over that of the fastest of some peers, by problem."""
+    """Return our speed over that of the fastest of the peers, by problem."""
     return {
         problem: found
         for (problem,), own in groups(rows, "problem").items()
@@ -93,7 +93,7 @@ def _over(peers: str | tuple[str, ...], rows: list[Row]) -> dict[str, float]:
 
 
 def mean_ratio(peer: str, **where: Any) -> Cells:
-    """Return a cell with mean and range over problems of our speed over a peer's."""
+    """Return a cell with our speed over a peer's: its mean and range over the problems."""
 
     def cell(rows: list[Row]) -> str:
         found = _over(peer, [row for row in rows if _matches(row, where)]).values()
@@ -105,14 +105,14 @@ def mean_ratio(peer: str, **where: Any) -> Cells:
 
 
 def worst(peers: tuple[str, ...], rows: list[Row]) -> str:
-    """Return the least of our speeds over the fastest peer's, and its problem, if it is below 1."""
+    """Return our lowest speed over the fastest peer's and its problem, or "" if none is below 1."""
     ratios = _over(peers, rows)
     problem = min(ratios, key=ratios.__getitem__, default="")
     return f"{ratios[problem]:.2f} ({problem})" if ratios and ratios[problem] < 1 else ""
 
 
 def both_passes(peers: Mapping[str, str], one: Callable[..., Cells]) -> dict[str, Cells]:
-    """Return, for each pass, a column of ours, one of each peer, and the ratio."""
+    """Return, for each pass, a column for our kernels, one for each peer, and the ratio."""
     made: dict[str, Cells] = {}
     for name in PASSES:
         made[f"{name}: ours"] = one(impl=KERNELS, **{"pass": name})
@@ -129,13 +129,13 @@ def category(name: str, rows: list[Row]) -> str:
 
 
 def unwarmed(rows: list[Row]) -> str:
-    """Return mean ± standard deviation, in ms, of the steps without a warm-up."""
+    """Return mean ± standard deviation of the steps without a warm-up, in ms."""
     row = next((row for row in rows if row["warm_steps"] == 0), None)
     return "" if row is None else spread(row)
 
 
 def held(*names: str) -> Cells:
-    """Return a cell with the measured GiB of these parts of the memory."""
+    """Return a cell with the measured size of these parts of the memory, in GiB."""
 
     def cell(rows: list[Row]) -> str:
         parts = rows[-1]["measured"]
@@ -145,13 +145,13 @@ def held(*names: str) -> Cells:
 
 
 def over_budget(rows: list[Row]) -> str:
-    """Return how many errors exceed their budget, of how many."""
+    """Return how many errors exceed their budget, out of how many."""
     found = accuracy.judged(rows)
     return f"{sum(accuracy.share(row) > 1 for row in found)} of {len(found)}" if found else ""
 
 
 def kept_clauses(rows: list[Row]) -> str:
-    """Return how many clauses of the contract are kept, of how many."""
+    """Return how many clauses of the contract are kept, out of how many."""
     return ", ".join(f"{count} of {of}" for count, of in accuracy.kept(rows).values())
 
 

@@ -1,4 +1,4 @@
-"""The tables that README and docs quote."""
+"""The tables in the README and the docs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CUDNN, FA2, FA4, FLEX, SDPA = "sdpa_cudnn", "sdpa_flash", "flash_attn_4", "flex"
 EFFICIENT = "sdpa_efficient"
 PEERS = {"cuDNN": CUDNN, "FA-4": FA4, "FlexAttention": FLEX, "FA-2": FA2}
 TOKENS = {"protocol": "tokens", "dtype": "bfloat16"}
-SIZES = "bf16, 16 384 tokens, hidden size 2048"  # of these rows
+SIZES = "bf16, 16 384 tokens, hidden size 2048"  # of the rows in TOKENS
 SPEED = (
     "TFLOP/s: operations of the pairs that the mask leaves, over the median device time with a"
     " cold L2 cache. Ratio: time of the fastest peer in the table over ours."

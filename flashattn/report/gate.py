@@ -1,4 +1,4 @@
-"""From alternating measurements of two revisions to a verdict.
+"""Turn alternating measurements of two revisions into a verdict.
 
 Each round times three arms: the new revision, the old one, and the old one again in another process
 (the null arm). Noise that affects a whole round cancels in the ratio. Noise in one arm of one round
@@ -22,9 +22,9 @@ ROUNDS = 60
 MARGIN = 0.03  # allowed slowdown
 CONFIDENCE = 0.99
 RESAMPLES = 4000
-AGAIN = 2  # length of a repeated collection, relative to the first
+AGAIN = 2  # rounds of a repeated collection, relative to the first
 SLOWER, FASTER, SAME, AMBIGUOUS = "SLOWER", "FASTER", "SAME", "AMBIGUOUS"
-# UNPROVEN: the null arm differs, or the old revision does not run. NEW: it lacks this case.
+# UNPROVEN: the null arm differs, or the old process dies. NEW: the old revision lacks the case.
 UNPROVEN, NEW = "UNPROVEN", "NEW"
 SEEN, MISSED = "SEEN", "MISSED"  # verdicts on an injected slowdown
 # pytest uses 0 to 5; its 1 (a test failed) means SLOWER here.
@@ -69,7 +69,7 @@ class Reading:
     """The result of one collection."""
 
     change: Interval  # time of the new revision over that of the old
-    null: Interval  # time of the old revision over its own in another process
+    null: Interval  # time of the old revision over its time in another process
     seconds: float  # median time of one call of the old revision
     rounds: int
 
@@ -85,10 +85,10 @@ class Outcome:
 
     case: str
     readings: Sequence[Reading] = ()  # one per collection; empty if the old revision cannot run it
-    reason: str | None = None  # why it cannot
+    reason: str | None = None  # why the old revision cannot run the case
     dead: bool = False  # whether the process of the old revision died or stopped answering
     injected: float = 0.0  # slowdown of the new revision, as a share of its time
-    attempts: int = 1  # of the self-test; the readings are those of the last
+    attempts: int = 1  # attempts of the self-test; the readings are those of the last
 
     @property
     def difference(self) -> str:
@@ -101,7 +101,7 @@ class Outcome:
     def verdict(self) -> str:
         """The difference, or whether an injected slowdown was SEEN.
 
-        MISSED means that the gate is wrong: it called the slowdown SAME or FASTER, or was undecided
+        MISSED means that the gate failed: it called the slowdown SAME or FASTER, or was undecided
         although its interval was narrow. If noise hides the slowdown, the verdict is UNPROVEN.
         """
         if not (self.injected and self.readings):
@@ -112,7 +112,7 @@ class Outcome:
 
     @property
     def _sharp(self) -> bool:
-        """Whether the interval is narrower than the gap between margin and injected slowdown."""
+        """Return whether the interval is narrower than the gap from the margin to the slowdown."""
         last = self.readings[-1]
         room = (1 + self.injected) / (1 + MARGIN)
         return last.verdict != UNPROVEN and last.change.high / last.change.low < room
@@ -142,7 +142,7 @@ EXPLAINED = {
 
 
 def interval(logs: Sequence[float]) -> Interval:
-    """Return the median ratio and its bootstrap interval, of the logs of ratios."""
+    """Return the median ratio and its bootstrap interval, given the logs of the ratios."""
     values, draw = np.asarray(logs), np.random.default_rng(len(logs))
     drawn = values[draw.integers(0, len(values), (RESAMPLES, len(values)))]
     tail = (1 - CONFIDENCE) / 2
@@ -168,8 +168,8 @@ def read(collection: Collection) -> Reading:
 def settle(collect: Callable[[int], Collection], rounds: int = ROUNDS) -> list[Reading]:
     """Collect until the verdict is settled, at most three times.
 
-    SAME and FASTER are final. Every other verdict is collected again, twice as long. SLOWER is
-    final only the second time, so a first SLOWER there needs a third collection.
+    SAME and FASTER are final. After any other verdict the case is collected again, twice as long.
+    SLOWER is final only the second time, so a first SLOWER there needs a third collection.
     """
     readings = [read(collect(rounds))]
     while not _settled(readings):
@@ -185,7 +185,7 @@ def _settled(readings: Sequence[Reading]) -> bool:
 
 
 def exit_status(status: int, outcomes: Sequence[Outcome]) -> int:
-    """Return the exit status of the session; pytest's own is returned unless it is 0 or 1."""
+    """Return the exit status of the session; pytest's own status stays unless it is 0 or 1."""
     found = {outcome.verdict for outcome in outcomes}
     if status not in (0, 1):
         return status

@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs no network, with Markdown and pictures next to it."""
+"""Write a run as one HTML page that needs no network, with Markdown and plots next to it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from flashattn.report.studies import STUDIES
 from flashattn.report.table import document
 
 PAGE = Path(__file__).with_name("page")  # template, style and script
-FIRST = 4  # findings of a study that are not folded
+FIRST = 4  # findings of a study that are shown unfolded
 
 
 def write(run: Run, folder: Path) -> Path:
-    """Write ``report.md``, every picture as SVG and ``index.html``; return the path of the last.
+    """Write ``report.md``, all pictures as SVG, and ``index.html``; return the path of the page.
 
     Raises:
         ValueError: the run has no row of any study.
@@ -68,7 +68,7 @@ def write(run: Run, folder: Path) -> Path:
 
 
 def packed(made: plot.Picture) -> str:
-    """Return a picture as JSON that is safe within a page, its data as CSV: half as long."""
+    """Return a picture as JSON that is safe inside HTML; its data are CSV, half the length."""
     records = made["data"]["values"]
     text = io.StringIO()
     fields = list(dict.fromkeys(name for record in records for name in record))

@@ -1,4 +1,4 @@
-"""Keep runs: as lines without samples, of one clean commit, in place of those of other commits."""
+"""Keep runs of one clean commit, without samples, in place of the kept runs of other commits."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 from flashattn.report.runs import ENTRIES, Run, load
 
-NAME = re.compile(r"\d+_\w+-(.+)|unfinished-(.+)-\d{8}T\d{6}-\d+")  # what a run is of
-SAMPLES = ("stats", "samples")  # of a row: all that was timed
+NAME = re.compile(r"\d+_\w+-(.+)|unfinished-(.+)-\d{8}T\d{6}-\d+")  # groups: a run's label
+SAMPLES = ("stats", "samples")  # facts of a row that are not kept
 
 
 def keep(paths: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Write runs of one machine anew, and remove the kept runs (.jsonl) that they replace.
+    """Rewrite runs of one machine as kept runs (.jsonl), and remove those that they replace.
 
     Args:
         paths: saved runs (.json), or unfinished ones (.jsonl).
 
     Returns:
-        The kept files, and those of other commits, which are removed.
+        The files written, and the removed files of other commits.
 
     Raises:
         ValueError: the runs are not of one clean commit, or not in one folder.

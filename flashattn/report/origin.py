@@ -1,4 +1,4 @@
-"""The origin of numbers: machine, versions, code, command and date; and why some are missing."""
+"""Where numbers come from: machine, versions, code, command, date; and why some are missing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flashattn.report.runs import Row, Run
 from flashattn.report.study import Table
 from flashattn.report.units import MARKS, SHORT, tera
 
-# Parts of a reason that only help to debug the case.
+# Parts of a reason that are useful only for debugging.
 DETAILS = re.compile(r"(?:_pytest\.outcomes\.XFailed|AssertionError): | \(naive=Error\([^)]*\)\)")
 VERSIONS = ("driver", "cuda", "torch", "triton", "ptxas", "python")
 
 
 def circumstances(run: Run) -> str:
-    """Return machine, versions, code and date of a run in one line."""
+    """Return the machine, versions, code and date of a run in one line."""
     machine = run.machine
     facts = [machine.get("gpu") or machine.get("cpu") or "unknown machine"]
     if machine.get("power_limit_watts"):

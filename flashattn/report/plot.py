@@ -1,7 +1,7 @@
-"""Pictures as Vega-Lite specifications: small multiples of lines, bars, dots and fields.
+"""Plots as Vega-Lite specifications: small multiples of lines, bars, dots and rectangles.
 
-A picture is a dict. The page draws it in the browser, ``save`` as SVG or PNG. Its data are records:
-dicts with the ``panel`` they belong to and the fields that a mark shows.
+A picture is a dict. The page draws it in the browser; ``save`` draws it as SVG or PNG. Its data are
+records: dicts with the ``panel`` they belong to and the fields that a mark shows.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Record = dict[str, Any]
 Channel = dict[str, Any]
 
 WIDTH = 900  # pixels of a saved picture; a PNG has twice as many
-AXIS, GAP, LETTER = 74, 24, 7  # pixels: the y axis, between panels, a letter of a name
-SWATCH = 4  # letters as wide as a legend's symbol and gap
-WIDEST = 0.45  # of a panel's width for the names beside it
-FEW = 6  # labels of an axis that fit side by side
-# Each colour has a contrast of 3 with the page, light and dark.
+AXIS, GAP, LETTER = 74, 24, 7  # pixels: y axis, gap between panels, a letter of a name
+SWATCH = 4  # width of a legend's symbol and gap, in letters
+WIDEST = 0.45  # largest share of a picture's width for the names left of its panels
+FEW = 6  # labels that fit side by side on an axis
+# Each colour has a contrast ratio of 3 with the page in the light and the dark theme.
 CYCLE = (
     *("#2f7bea", "#c96a12", "#17917f", "#9a5ce0", "#a98208"),
     *("#e03c4b", "#857c76", "#0c8fbd", "#cf5c9f", "#5c9210"),
 )
-# Implementations that share a plot have colours that colour-blind readers can tell apart.
+# Colour-blind readers can tell apart implementations that share a plot.
 COLOURS = {OURS: CYCLE[0], "compiled": CYCLE[1], "sdpa_flash": CYCLE[2], "tiled": CYCLE[3]}
 COLOURS |= {"flex": CYCLE[4], NAIVE: CYCLE[5], "reference": CYCLE[6], "flash_attn_2": CYCLE[7]}
 COLOURS |= {"sdpa_efficient": CYCLE[8], "sdpa_cudnn": CYCLE[9], "hopper": "#f0267f"}
@@ -52,7 +52,7 @@ DASHED: Picture = {"type": "line", "strokeDash": [5, 4], "strokeWidth": 1.3}
 
 
 def theme(ink: str, faint: str, line: str) -> Picture:
-    """Return the Vega configuration for the colours of text, of labels of axes, and of grids."""
+    """Return the Vega configuration for the colours of text, of axis labels and of grid lines."""
     axis = {"gridColor": line, "domainColor": faint, "tickColor": faint, "labelColor": faint}
     return {
         "background": None,
@@ -75,18 +75,18 @@ def theme(ink: str, faint: str, line: str) -> Picture:
 
 
 LIGHT = theme("#1c2026", "#5b6470", "#e3e7ec") | {"background": "#ffffff"}
-# What the page's script needs: the configuration with names of the page's colours, and sizes.
+# For the page's script: sizes, and the theme with CSS properties in place of colours.
 SETUP: Picture = {"theme": json.dumps(theme("--ink", "--faint", "--line"))}
 SETUP |= {"widest": WIDEST, "letter": LETTER, "swatch": SWATCH}
 
 
 def colour(name: str) -> str:
-    """Return the colour of an implementation; any other name gets a stable colour by its hash."""
+    """Return the colour of an implementation; other names get a fixed colour from their hash."""
     return COLOURS.get(name) or CYCLE[crc32(name.encode()) % len(CYCLE)]
 
 
 def exact(value: float) -> float:
-    """Return a number with five digits, as a tooltip shows it."""
+    """Return a number rounded to five digits, as tooltips show it."""
     return float(f"{value:.5g}")
 
 
@@ -102,8 +102,8 @@ def picture(
 ) -> Picture:
     """Return a grid of panels, one for each ``panel`` among the records.
 
-    There are at most ``columns`` side by side. Panels whose width would be below ``least`` pixels
-    go below one another. The title is also the alternative text; ``note`` is a subtitle.
+    At most ``columns`` panels stand side by side; fewer if they would be narrower than ``least``
+    pixels. The title is also the alternative text; ``note`` is a subtitle.
     """
     panels = list(dict.fromkeys(str(record["panel"]) for record in records))
     header: Picture = {} if any(panels) else {"labels": False, "labelPadding": 0}
@@ -116,12 +116,12 @@ def picture(
         "columns": columns,
         "spacing": GAP,
         "spec": {"height": height, "layer": list(layers)},
-        # What ``fitted`` needs: here, and in the page's script.
+        # Read by ``fitted``, here and in the page's script.
         "usermeta": {
             "columns": min(columns, len(panels)),
             "least": least,
             "left": AXIS,  # pixels left of the first panel
-            "letters": 0,  # of the longest name in the legend
+            "letters": 0,  # in the longest name in the legend
         },
     }
 
@@ -146,9 +146,9 @@ def fitted(made: Picture, width: int) -> Picture:
 
 
 def named(made: Picture, names: Sequence[str], colours: Sequence[str] = ()) -> Picture:
-    """Return a picture, whose records have a ``name``, with a legend; a click singles out one name.
+    """Add a legend of the records' names to a picture; a click on a name highlights it.
 
-    The default colours are those of implementations.
+    The default colours are those of the implementations.
     """
     if not COLOURS.keys() & set(names):
         colours = colours or [CYCLE[i % len(CYCLE)] for i in range(len(names))]
@@ -168,20 +168,20 @@ def named(made: Picture, names: Sequence[str], colours: Sequence[str] = ()) -> P
 def layer(mark: Any, test: str = "", **encoding: Any) -> Picture:
     """Return a mark, given by its type or its properties, with its channels.
 
-    It shows the records that pass ``test``, a Vega expression of ``datum``; "" is all.
+    The mark shows the records that pass ``test``, a Vega expression of ``datum``; "" shows all.
     """
     kept = {"transform": [{"filter": test}]} if test else {}
     return kept | {"mark": mark, "encoding": encoding}
 
 
 def tips(*fields: str, **titles: str) -> list[Channel]:
-    """Return what a pointer shows: fields under their own names, and others under a title."""
+    """Return a tooltip that shows fields under their own names, and others under a title."""
     found = {field: field for field in fields} | titles
     return [{"field": field, "title": title} for field, title in found.items()]
 
 
 def quantity(field: str, title: str, *, log: bool = False, zero: bool = False) -> Channel:
-    """Return an axis of numbers, written out: logarithmic, or linear, perhaps from zero on."""
+    """Return a numeric axis with decimal labels: logarithmic, or linear, with or without 0."""
     scale: Channel = {"type": "log"} if log else {"zero": zero}
     axis: Channel = {"format": ",~r", "tickCount": 5, "gridOpacity": MAJOR}
     common = {"field": field, "type": "quantitative", "title": title}
@@ -189,7 +189,7 @@ def quantity(field: str, title: str, *, log: bool = False, zero: bool = False) -
 
 
 def lengths(counts: Iterable[int], title: str = "N", *, most: int = FEW) -> Channel:
-    """Return a base-2 logarithmic x axis with at most ``most`` labels: 512, 1k, 64k."""
+    """Return a base-2 logarithmic x axis with at most ``most`` labels, such as 512, 1k, 64k."""
     few = sorted(set(counts))
     few = few[:: len(few) // most + 1]
     name = "datum.value % 1024 ? format(datum.value, 'd') : format(datum.value / 1024, 'd') + 'k'"
@@ -209,11 +209,11 @@ def lines(
     tell: Sequence[str] = (),
     **look: Any,
 ) -> Picture:
-    """Return a picture with a line for each name, ours thicker and on top.
+    """Return a picture with a line for each name; our lines are thicker and on top.
 
     A record has ``panel``, ``name``, ``x`` and ``y``. ``hollow`` marks an unreliable point. A
     ``kind`` is "reference" for a dashed line with a ``label`` at one point, or "missing" for a
-    cross with a ``label``. The pointer tells the facts in ``tell``, too. ``look`` has options of
+    cross with a ``label``. The tooltip also shows the fields in ``tell``. ``look`` has options of
     ``picture``.
     """
     panels = [*dict.fromkeys(record["panel"] for record in records)]
@@ -246,7 +246,7 @@ def lines(
 
 
 def bars(title: str, records: Sequence[Record], **look: Any) -> Picture:
-    """Return a picture with a bar for each place and its value at the end, ours in colour.
+    """Return a picture with a bar for each place, its value at the end and ours in colour.
 
     A record has ``panel``, ``place``, ``value``, ``said`` (the value with its unit) and ``ours``.
     The longest bar of each panel has the same length. ``look`` has options of ``picture``.
@@ -255,7 +255,7 @@ def bars(title: str, records: Sequence[Record], **look: Any) -> Picture:
     for record in records:
         most[record["panel"]] = max(record["value"], most.get(record["panel"], 0))
     scaled = [r | {"part": exact(r["value"] / (most[r["panel"]] or 1))} for r in records]
-    room = {"domain": [0, 1.25]}  # for the value
+    room = {"domain": [0, 1.25]}  # leaves room for the value
     x: Channel = {"field": "part", "type": "quantitative", "axis": None, "scale": room}
     y: Channel = {"field": "place", "type": "nominal", "sort": None, "title": None}
     hue = {"condition": {"test": "datum.ours", "value": COLOURS[OURS]}, "value": COLOURS["sdpa"]}
@@ -268,18 +268,18 @@ def bars(title: str, records: Sequence[Record], **look: Any) -> Picture:
 
 
 def shown(name: str, made: Picture) -> dict[str, Picture]:
-    """Return a picture by its file name, unless it shows nothing."""
+    """Return a dict with a picture by its file name, empty if the picture shows nothing."""
     return {name: made} if made["data"]["values"] else {}
 
 
 def beside(made: Picture, places: Iterable[str]) -> Picture:
-    """Return a picture with room for names left of its panels."""
+    """Return a picture with room for the names left of its panels."""
     left = int(LETTER * max(map(len, places), default=0)) + 12
     return made | {"usermeta": made["usermeta"] | {"left": left}}
 
 
 def drawer() -> Any:
-    """Return the library that draws; it is needed for nothing else."""
+    """Return the library that draws pictures, which nothing else needs."""
     import vl_convert  # noqa: PLC0415 - takes a second to start
 
     return vl_convert
@@ -293,7 +293,7 @@ def library() -> str:
 
 
 def save(made: Picture, path: Path) -> None:
-    """Draw a picture, reproducibly, to a path that ends in ``.svg`` or ``.png``; see ``drawer``."""
+    """Draw a picture reproducibly to a path that ends in ``.svg`` or ``.png``; see ``drawer``."""
     svg = drawer().vegalite_to_svg(fitted(made, WIDTH))
     data = svg.encode() if path.suffix == ".svg" else drawer().svg_to_png(svg, scale=2)
     path.write_bytes(data)

@@ -14,7 +14,7 @@ from flashattn.report.units import NOT_BOUND, TOO_LOW, UNSTEADY, percent, times,
 OURS, NAIVE = "triton", "naive"
 ANY_ORDER = "hopper, any order"  # of the additions to dq
 KERNELS = (OURS, "hopper")  # our kernels; ``attention`` chooses among them
-OWN = (*KERNELS, ANY_ORDER, "tiled")  # not peers
+OWN = (*KERNELS, ANY_ORDER, "tiled")  # implementations that are not peers
 LETTERS = {"seq": "N = ", "seq_q": "N = ", "head_dim": "D = "}
 # Conventional order of values; others follow, sorted.
 CUSTOM: dict[str, tuple[Any, ...]] = {
@@ -43,7 +43,7 @@ CUSTOM: dict[str, tuple[Any, ...]] = {
 
 
 def ok(rows: Iterable[Row], *facts: str) -> list[Row]:
-    """Return the rows with status ok that have all the facts."""
+    """Return the rows that have status ok and all the facts."""
     return [row for row in known(rows, *facts) if row["status"] == "ok"]
 
 
@@ -58,7 +58,7 @@ def quickest(rows: Iterable[Row]) -> Row | None:
 
 
 def best(rows: Iterable[Row], *, ours: bool) -> Row | None:
-    """Return the row of the fastest of our kernels, or of the peers, or None."""
+    """Return the fastest row of our kernels or of the peers, or None."""
     rows = known(rows, "impl")
     return quickest(r for r in rows if (r["impl"] in KERNELS if ours else r["impl"] not in OWN))
 
@@ -88,7 +88,7 @@ def known(rows: Iterable[Row], *facts: str) -> list[Row]:
 def steady(row: Row) -> bool:
     """Return whether the quartiles are close to the median, or unknown.
 
-    They are not if the host sometimes queues calls more slowly than the device runs them.
+    They are far apart if the host sometimes queues calls more slowly than the device runs them.
     """
     if row.get("q1") is None or row.get("q3") is None or not row.get("seconds"):
         return True
@@ -96,7 +96,7 @@ def steady(row: Row) -> bool:
 
 
 def speed(row: Row) -> float | None:
-    """Return FLOP/s of a row, or None if it has no time."""
+    """Return the FLOP/s of a row, or None if it has no time."""
     return row["flops"] / row["seconds"] if known(timed([row]), "flops") else None
 
 
@@ -152,7 +152,7 @@ def by(rows: Iterable[Row], fact: str) -> dict[Any, Row]:
 def pairs(
     rows: Iterable[Row], axis: str, slow: Any, fast: Any, *same: str
 ) -> list[tuple[Row, Row]]:
-    """Return pairs of rows that differ in ``axis``, which is ``slow`` in the first of a pair.
+    """Return pairs of rows whose ``axis`` is ``slow`` in the first and ``fast`` in the second.
 
     The facts in ``same`` are equal in both.
     """
@@ -161,7 +161,7 @@ def pairs(
 
 
 def label(row: Row, *facts: str) -> str:
-    """Return the values of facts in words, numbers with the name of the fact."""
+    """Return the values of facts in words; numbers follow the name of the fact."""
     said = [
         (LETTERS.get(fact, f"{fact} ") if _number(row.get(fact)) else "")
         + word(fact, row.get(fact))
@@ -180,7 +180,7 @@ def worst(what: str, ratios: Mapping[str, float]) -> list[str]:
 
 
 def in_words(ratios: Mapping[str, float]) -> str:
-    """Return the geometric mean of ratios, of which there is at least one, and their range."""
+    """Return the geometric mean and the range of at least one ratio, in words."""
     low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
     if len(ratios) == 1:
         return f"{times(ratios[low])} ({low})"
@@ -189,9 +189,9 @@ def in_words(ratios: Mapping[str, float]) -> str:
 
 
 def exponent(points: Iterable[tuple[float, float]]) -> float | None:
-    """Fit e in y ~ x^e by least squares on logarithms of the pairs (x, y) that are positive.
+    """Fit e in y ~ x^e by least squares on the logarithms of the positive pairs (x, y).
 
-    None stands for fewer than two different x.
+    The result is None if there are fewer than two different x.
     """
     logs = [(math.log(x), math.log(y)) for x, y in points if x > 0 and y > 0]
     if len({x for x, _ in logs}) < 2:  # noqa: PLR2004 - a line has two points

@@ -1,13 +1,14 @@
 """Runs on disk: unfinished journals, saved runs, and several runs merged.
 
 A row is a dict of facts about one case: ``study`` and ``name`` (unique within the study),
-``status`` (ok, unsupported, oom or failed) and ``reason`` (a sentence unless the status is ok). A
+``status`` (ok, unsupported, oom or failed) and ``reason`` (a sentence, unless the status is ok). A
 timed row adds ``seconds`` (the median), ``mean``, ``std``, ``rounds``, the quartiles ``q1`` and
 ``q3``, and ``clock`` (the kind of time). Each study adds its own facts.
 
 A saved run is the JSON of pytest-benchmark: measured rows are ``stats`` and ``extra_info`` of its
 benchmarks, the others are in ``unmeasured``. An unfinished run is JSON lines: a header, then rows
-with their samples. ``keep`` writes either as lines without samples, which begin with a number.
+with their samples. ``keep`` rewrites either as JSON lines without samples, in files
+whose names begin with a number.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 CASE = ("study", "name", "status")  # facts of every row
-# Files of saved runs: those of pytest-benchmark, and what ``keep`` writes.
+# Files of saved runs, written by pytest-benchmark and by ``keep``.
 KEPT = ("*/[0-9]*_*.json", "*/[0-9]*_*.jsonl")
-# Facts of a row, by the names of pytest-benchmark's statistics.
+# pytest-benchmark's names of statistics, by fact of a row.
 STATS = {"seconds": "median", "mean": "mean", "std": "stddev", "rounds": "rounds"}
 STATS |= {"q1": "q1", "q3": "q3"}
-# Fields of a run, by the names of entries in a file or header.
+# Names of entries in a file or header, by field of a run.
 ENTRIES = {"machine": "machine_info", "commit": "commit_info", "made": "datetime"}
 ENTRIES |= {name: name for name in ("roofs", "clocks", "command", "sources")}
 
@@ -92,8 +93,8 @@ class Run:
 class Journal:
     """The rows of an unfinished run; each is on disk before the next case starts.
 
-    A new one starts without rows, and its first row replaces an older file. Of a case that failed
-    and was measured again the newest row counts.
+    A new journal has no rows; its first row replaces an older file. If a case failed and was
+    measured again, only its newest row counts.
     """
 
     path: Path
@@ -119,7 +120,7 @@ class Journal:
         return cls(path, lines[0] if lines else None, _newest(lines[1:]))
 
     def add(self, row: Row, samples: list[float], *, header: dict[str, Any]) -> None:
-        """Append a row and its samples, unless the row has some; before the first, the header."""
+        """Append a row, with its samples if it has none; write the header before the first row."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = [{"samples": samples} | row]
         if self.header is None:
@@ -131,7 +132,7 @@ class Journal:
 
 
 def load(path: Path) -> Run:
-    """Read a saved run (.json) or an unfinished one (.jsonl), whose last line may be incomplete.
+    """Read a run from .json, or from .jsonl, whose last line may be incomplete.
 
     Raises:
         ValueError: the file is neither, or has rows of an older version.
@@ -153,7 +154,7 @@ def load(path: Path) -> Run:
 
 
 def with_stats(row: Row, stats: dict[str, Any]) -> Row:
-    """Return a row with the statistics of pytest-benchmark, all of them under ``stats``."""
+    """Return a row with pytest-benchmark's statistics: some as facts, all under ``stats``."""
     known = {fact: stats[name] for fact, name in STATS.items() if name in stats}
     return known | ({"stats": stats} if stats else {}) | row
 
@@ -183,7 +184,7 @@ def _whole(path: Path, text: str) -> list[Any]:
 
 
 def kept(folder: Path, accelerator: str | None = None) -> list[Run]:
-    """Return the saved runs of one accelerator, by default of the newest run's, oldest first.
+    """Return the saved runs of one accelerator (default: the newest run's), oldest first.
 
     Raises:
         ValueError: there are none.
@@ -207,7 +208,7 @@ def merge(runs: Iterable[Run]) -> Run:
     names its run under ``run``. Machine and roofs are those of the newest run.
 
     Raises:
-        ValueError: there is no run, or they are of different accelerators.
+        ValueError: there is no run, or the runs are of different accelerators.
     """
     ordered = sorted(runs, key=_made)
     names = sorted({run.accelerator for run in ordered})

@@ -1,4 +1,4 @@
-"""The interface of a study: from the rows of a run to tables, plots and findings."""
+"""The interface of a study, which turns the rows of a run into tables, plots and findings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashattn.report.runs import Row, Run
 from flashattn.report.units import NOTES, Unit, or_mark, times, word
 
 Cell = Callable[[Row], str]
-Cells = Callable[[list[Row]], str]  # from the rows of a line
+Cells = Callable[[list[Row]], str]  # of the rows of a line
 RATIO: dict[str, Cells] = {"ours / best peer": lambda own: times(over_peer(own))}
 
 
@@ -40,7 +40,7 @@ class Table:
         columns: Mapping[str, Callable[[Any], str]],
         things: Iterable[Any] | None = None,
     ) -> Table:
-        """Return a table with a line for each row, or for each of the things made of the rows."""
+        """Return a table with a line for each row, or for each of the things made from the rows."""
         lines = [
             [cell(thing) for cell in columns.values()]
             for thing in (rows if things is None else things)
@@ -49,7 +49,7 @@ class Table:
 
 
 def facts(*names: str, **named: str) -> dict[str, Cell]:
-    """Return a column for each fact of a row, under the fact's name or another one."""
+    """Return a column for each fact of a row, under the fact's name or a given one."""
 
     def cell(fact: str, row: Row) -> str:
         return word(fact, row.get(fact))

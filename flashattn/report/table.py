@@ -16,7 +16,7 @@ from flashattn.report.studies import STUDIES
 from flashattn.report.study import Study, Table
 
 ESCAPED = str.maketrans({sign: f"\\{sign}" for sign in "|<*"})
-UNBROKEN = 10_000  # width in columns if the output is no terminal
+UNBROKEN = 10_000  # width in columns if the output is not a terminal
 
 
 def tables(run: Run, studies: Sequence[Study] = STUDIES) -> str:
@@ -45,7 +45,7 @@ def _grid(table: Table) -> str:
 def document(run: Run, pictures: Mapping[str, Sequence[str]]) -> str:
     """Return the run as a Markdown page, with the origin of each table.
 
-    The pictures are names of files by study, and under ``ANSWER`` those for the top.
+    ``pictures`` has file names by study, and under ``ANSWER`` those at the top of the page.
     """
     parts = [f"# {run.machine.get('gpu') or run.accelerator}"]
     parts.append(_bullets([f"{c.title}: {c.value}. {c.text} ({c.origin})" for c in cards(run)]))

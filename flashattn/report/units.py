@@ -1,4 +1,4 @@
-"""Format numbers and facts: three digits, milliseconds, GiB, TFLOP/s; bf16, causal."""
+"""Format numbers (three digits, in ms, GiB, TFLOP/s) and facts (bf16, causal)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from flashattn.report.runs import Row
 
-Unit = Callable[[Any], str]  # of a fact, which may be None
+Unit = Callable[[Any], str]  # formats a fact, which may be None
 KIBI, MEBI, GIBI, TERA = 2.0**10, 2.0**20, 2.0**30, 1e12
 MARKS = {"unsupported": "-", "oom": "OOM", "failed": "FAILED"}  # instead of a number
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32"}
 MASKS = {False: "full", "top_left": "causal", "bottom_right": "causal, bottom-right"}
-ROOFS = {short: kind for kind, short in SHORT.items()}  # the roof of each precision
+ROOFS = {short: kind for kind, short in SHORT.items()}  # the kind of roof for each precision
 UNSTEADY = 0.25  # largest interquartile range of a steady row, relative to the median
-# Why a share of a roof exceeds 100%: for our fp32 kernels, and for all others.
+# Why a share of a roof exceeds 100%: reasons for our fp32 kernels, and for all others.
 NOT_BOUND = "our kernels compute fp32 as bf16 products, which the fp32 roof does not bound"
 TOO_LOW = "the roof was measured too low"
 # Meaning of the marks behind numbers.
@@ -42,7 +42,7 @@ def word(fact: str, value: Any) -> str:
 
 
 def _documents(found: re.Match[str]) -> str:
-    """Return how many documents a problem's name lists, if these are more than four lengths."""
+    """Shorten the documents in a problem's name to their number if there are over four lengths."""
     said = found[0].removeprefix("-docs").split("+")
     if len(said) <= 4:  # noqa: PLR2004 - as many as are read at a glance
         return found[0]

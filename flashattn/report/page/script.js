@@ -1,6 +1,6 @@
 "use strict";
 
-// The sort key of a cell: its leading number, else its text; empty cells come last.
+// The sort key of a cell: its leading number, else its text. Empty cells come last.
 function key(row, column) {
   const text = row.cells[column].textContent.trim();
   const number = Number.parseFloat(text);
@@ -38,7 +38,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const form = document.querySelector("#answer form");
 const drawn = new Map(); // promises of the views of figures
 
-// Vega, Vega-Lite and Vega-Embed, which are compressed in the page.
+// Unpacks Vega, Vega-Lite and Vega-Embed, which the page embeds compressed.
 async function unpack() {
   const data = Uint8Array.from(atob(document.getElementById("library").textContent), (c) => c.charCodeAt(0));
   const stream = new Blob([data]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -46,7 +46,7 @@ async function unpack() {
 }
 const library = unpack();
 
-// The colour of a custom property such as --ink, as the system's theme has it now.
+// The colour of a CSS custom property such as --ink in the current theme.
 function colour(name) {
   const probe = document.body.appendChild(document.createElement("i"));
   probe.style.color = `var(${name})`;
@@ -75,7 +75,7 @@ async function view(figure) {
   const picture = JSON.parse(figure.querySelector("script").textContent);
   const box = figure.querySelector(".plot");
   fit(picture, box.clientWidth);
-  delete picture.title; // the caption has it
+  delete picture.title; // the caption shows it
   for (const param of picture.params ?? []) param.value = form.elements[param.name].value;
   await library;
   return (await vegaEmbed(box, picture, { actions: false, renderer: "svg" })).view;
@@ -85,7 +85,7 @@ function draw(figure) {
   drawn.set(figure, view(figure));
 }
 
-// Show what was chosen; where that was not measured, what was and agrees with most of the filters.
+// Show the chosen case. If it was not measured, show the measured case that agrees with most filters.
 async function choose(changed) {
   const figure = document.querySelector("#answer figure");
   const records = (await drawn.get(figure)).data("records");
@@ -113,7 +113,7 @@ for (const study of document.querySelectorAll(".study")) study.addEventListener(
 addEventListener("hashchange", reveal);
 reveal();
 if (form) {
-  form.reset(); // browsers keep choices when a page is loaded again
+  form.reset(); // browsers keep choices when a page is reloaded
   form.addEventListener("change", (event) => choose(event.target.name));
   draw(document.querySelector("#answer figure"));
 }

@@ -1,4 +1,4 @@
-"""Accuracy: errors against fp64 in ulps, and the clauses of the contract that are kept."""
+"""Accuracy: errors against fp64 in ulps, and which clauses of the contract are kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLOURS = {"yes": "#3fa968", "NO": "#e4573d", "-": "#9aa4b1", "CRASH": "#b3261e"
 
 
 def _errors(rows: list[Row]) -> list[Row]:
-    """Return a row for each error: maximum and mean of each output, for each kind of values."""
+    """Return a row for each error: maximum and mean, for each output and kind of values."""
     return [
         row
         | {"values": values, "output": name, "kind": kind, "bias": error.get("bias")}
@@ -40,7 +40,7 @@ def judged(rows: list[Row]) -> list[Row]:
 
 
 def kept(rows: list[Row]) -> dict[str, tuple[int, int]]:
-    """Return how many clauses each implementation keeps, and of how many."""
+    """Return how many clauses each implementation keeps, and out of how many."""
     return {
         impl: (sum(_verdict(row, name) == "keeps" for name in row["clauses"]), len(row["clauses"]))
         for impl, row in _contracts(rows).items()
@@ -152,7 +152,7 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
 
 
 def _kept(clauses: Table) -> plot.Picture:
-    """Plot the table of clauses, a coloured field for each verdict."""
+    """Plot the table of clauses, with a coloured rectangle for each verdict."""
     records = [
         {"panel": "", "clause": name, "impl": impl, "name": verdict}
         for name, *verdicts in clauses.lines
@@ -174,16 +174,16 @@ def _kept(clauses: Table) -> plot.Picture:
 
 
 def _picture(kind: str, rows: list[Row]) -> plot.Picture:
-    """Plot a panel for each head dimension and dtype, on one scale."""
+    """Plot a panel for each head dimension and dtype, all on one scale."""
     records, told = list[plot.Record](), set[tuple[Any, ...]]()
     for row in ordered(rows, "head_dim", "dtype", "impl"):
         record = {"panel": label(row, "dtype", "head_dim"), "name": row["impl"]}
         record |= {"kind": row["kind"], "output": row["output"]}
-        # What a logarithmic axis can show.
+        # A logarithmic axis shows only positive, finite values.
         drawn = [fact for fact in ("error", "budget") if 0 < (row[fact] or 0) < math.inf]
         record |= {fact: plot.exact(row[fact]) for fact in drawn}
         limit = (record["panel"], row["kind"], row["output"])
-        if "budget" in drawn and limit not in told:  # all have the same
+        if "budget" in drawn and limit not in told:  # all implementations have the same
             told.add(limit)
             record["limit"] = record["budget"]
         records.append(record)

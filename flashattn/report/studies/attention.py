@@ -12,7 +12,7 @@ NAME = "attention"
 TITLE = "Attention alone"
 QUESTION = "What do the N x N scores cost in time and memory, and what is left without them?"
 SHAPE = ("dtype", "head_dim", "causal")
-QUADRATIC = 1.5  # above this exponent, bytes are given per N², else per N
+QUADRATIC = 1.5  # above this exponent, the table has bytes per N², else per N
 HELD, PEAK = "held_bytes", "peak_bytes"
 MEMORY = {HELD: "held for backward", PEAK: "peak"}
 
@@ -32,7 +32,7 @@ def tables(run: Run) -> list[Table]:
 
 
 def _table(impl: str, rows: list[Row]) -> Table:
-    """Return a line for each shape and length; interpreted kernels have bytes but no times."""
+    """Return a table with a line for each shape and length; interpreted kernels have no times."""
     fits = (exponent(_points(own, HELD)) for own in groups(rows, *SHAPE).values())
     power = 2 if max((e for e in fits if e is not None), default=0) > QUADRATIC else 1
     lines = []
@@ -61,13 +61,13 @@ def _points(rows: list[Row], fact: str) -> list[tuple[int, float]]:
 
 
 def findings(run: Run) -> list[str]:
-    """Return the growth of memory, our speed over naive attention, and the lengths that OOM."""
+    """Return the growth of memory, our speed over naive attention, and where memory runs out."""
     rows = _rows(run)
     return [*_growth(rows), *_compared(run), *_ends(rows)]
 
 
 def _chosen(rows: list[Row]) -> list[Row]:
-    """Return the rows of the shape with the most rows, the largest such shape."""
+    """Return the rows of the shape that has the most rows; of several, the largest shape."""
     told = (row for row in rows if timed([row]) or _has_bytes(row))
     found = groups(told, "head_dim", "causal", "dtype")
     return max(reversed(found.values()), key=len, default=[])
@@ -136,7 +136,7 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
 
 
 def _records(rows: list[Row], fact: str) -> list[plot.Record]:
-    """Return a point for each length, a cross where memory ended, and lines for N and N²."""
+    """Return a point for each length, a cross where memory ran out, and lines for N and N²."""
     panel = {"panel": MEMORY[fact]}
     found = {impl: _points(own, fact) for (impl,), own in groups(rows, "impl").items()}
     made = [

@@ -14,8 +14,8 @@ NAME = "compile"
 TITLE = "torch.compile"
 QUESTION = "What does the compiler gain, what does it cost first, and when has it paid off?"
 CASE = ("size", "impl", "context", "seq", "head_dim", "precision", "dtype")
-DOING = ("step", "pass")  # a model takes a step, attention a pass
-MOST = 40  # bars for each subject
+DOING = ("step", "pass")  # a step of a model, or a pass of attention
+MOST = 40  # most bars for each subject
 
 
 def gain(row: Row) -> float | None:

@@ -35,8 +35,8 @@ QUESTION = "How fast are forward and backward, compared with the alternatives an
 ONE_HEAD = "one_head"
 FACTS = ("impl", "problem", "pass", "dtype", "head_dim", "seq_q", "flops")
 SHAPE = ("dtype", "head_dim", "causal", "seq_q", "seq_kv", "problem")
-Duel = tuple[Row, Row]  # of a peer and of ours
-WIDEST = 5  # columns of panels that stay readable
+Duel = tuple[Row, Row]  # a peer's row and ours, of one problem
+WIDEST = 5  # most columns of panels that stay readable
 
 
 def usable(run: Run) -> list[Row]:
@@ -47,7 +47,7 @@ def usable(run: Run) -> list[Row]:
 def tables(run: Run) -> list[Table]:
     """Return a table for each protocol and pass: a line per problem, a column per implementation.
 
-    The protocol with one head has many lengths, so it gets a table for each head dimension.
+    The protocol with one head has many lengths, so it has a table for each head dimension.
     """
     made = []
     for (protocol, name), rows in groups(usable(run), "protocol", "pass").items():
@@ -91,7 +91,7 @@ def sizes(rows: list[Row]) -> str:
 
 
 def duels(rows: list[Row]) -> list[Duel]:
-    """Return the fastest peer and ours for each problem where both have a time.
+    """Return the fastest peer and ours for each problem in which both have a time.
 
     Peers measured in the same run as ours take precedence over others.
     """
@@ -140,7 +140,7 @@ def _wins(rows: list[Row]) -> list[str]:
 
 
 def _wins_of(found: list[Duel]) -> str:
-    """Return how often and by how much ours is faster than the best peer."""
+    """Return how often, and by how much, ours is faster than the best peer."""
     ratios = {ours["problem"]: gain(peer, ours) or 0 for peer, ours in found}
     won = sum(ratio > 1 for ratio in ratios.values())
     first = f"ours is the fastest in {won} of {len(ratios)} problems"
@@ -201,7 +201,7 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
 
 
 def _picture(run: Run, title: str, rows: list[Row], *, slow: bool) -> plot.Picture:
-    """Plot a row of panels for each pass, a column for each of the largest head dimensions."""
+    """Plot a row of panels for each pass, with a column for each of the largest head dimensions."""
     passes, dims = values(rows, "pass"), values(rows, "head_dim")[-WIDEST:]
     records = []
     for name, head_dim in product(passes, dims):

@@ -1,4 +1,4 @@
-"""Grouped heads and decoding: time of shapes that language models have."""
+"""Grouped heads and decoding: times for the shapes of language models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _rows(run: Run) -> list[Row]:
 
 
 def of_copy(run: Run, rows: list[Row]) -> str:
-    """Return the bandwidth that ours reaches, each byte counted once, as a share of a copy's."""
+    """Return our bandwidth as a share of a copy's; each byte of the tensors counts once."""
     ours = best(rows, ours=True)
     roof = run.roof(ours, "copy") if ours else None
     return of_roof(ours["bytes"] / ours["seconds"] / roof) if ours and roof else ""
@@ -43,7 +43,7 @@ def tables(run: Run) -> list[Table]:
 
 
 def findings(run: Run) -> list[str]:
-    """Return, for each table, the range of our speed over the fastest peer's."""
+    """Return, for each table, the range of our speeds over the fastest peer's."""
     said = []
     for (what,), own in groups(_rows(run), "what").items():
         each = (over_peer(cases) for cases in groups(own, "problem").values())

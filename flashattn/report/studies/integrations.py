@@ -1,4 +1,4 @@
-"""Drop-ins: SDPA on our kernels beside attention, and training steps of transformers' models."""
+"""Drop-ins: SDPA on our kernels against a direct call, and steps of transformers models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashattn.report.units import microseconds, ms, times
 NAME = "integrations"
 TITLE = "Drop-ins"
 QUESTION = "What do drop-ins gain, and what do they cost beside a direct call?"
-# SDPA while ours is activated; our ``attn_implementation``, and with the lengths of documents.
+# SDPA on our kernels; our ``attn_implementation``, without and with document lengths.
 ACTIVATED, FATTN, LENGTHS = "sdpa, activated", "fattn", "fattn, cu_seq_lens"
 DIRECT = "attention"
 PEERS = ("sdpa", "eager", "flex_attention")
@@ -31,7 +31,7 @@ def _steps(run: Run) -> list[Row]:
 
 
 def _fastest(rows: list[Row], *names: str) -> Row | None:
-    """Return the row with the least time of these kinds of attention."""
+    """Return the fastest row of these kinds of attention."""
     return quickest(row for row in rows if row["attention"] in names)
 
 
@@ -46,7 +46,7 @@ def _cost(rows: list[Row]) -> float | None:
 
 
 def tables(run: Run) -> list[Table]:
-    """Return tables of the device's and the host's time for a call, and of steps."""
+    """Return tables of a call's device and host time, and of steps."""
     found = []
     for part, (what, unit, cell) in UNITS.items():
         rows = attempted(_calls(run, part))
@@ -65,7 +65,7 @@ def tables(run: Run) -> list[Table]:
 
 
 def findings(run: Run) -> list[str]:
-    """Return what SDPA on our kernels costs beside a direct call, and what a step gains."""
+    """Return the cost of SDPA on our kernels relative to a direct call, and the gain of a step."""
     said = []
     for part, (what, name, unit) in UNITS.items():
         for own in groups(_calls(run, part), *CALL).values():
@@ -86,7 +86,7 @@ def findings(run: Run) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Picture]:
-    """Plot a bar for each kind of attention, a panel for each model and its inputs."""
+    """Plot a bar for each kind of attention, with a panel for each model and its inputs."""
     records = [
         {"panel": label(row, *STEP), "place": row["attention"], "said": f"{ms(row['seconds'])} ms"}
         | {"value": 1e3 * row["seconds"], "ours": row["attention"] not in PEERS}

@@ -12,7 +12,7 @@ NAME = "launch"
 TITLE = "Launching"
 QUESTION = "How long is the host busy for one call, before the device does anything?"
 CASE = ("impl", "pass", "problem")
-FLOORS = {  # forward and backward
+FLOORS = {  # lower bounds of forward and backward
     "floor": "an autograd function that only allocates",
     "floor, launching": "one that launches an empty kernel each way besides",
 }
@@ -31,7 +31,7 @@ def tables(run: Run) -> list[Table]:
 
 
 def findings(run: Run) -> list[str]:
-    """Return, for each pass, the host time of ours, of the fastest other, and of the floors."""
+    """Return, for each pass, the host time of ours, of the fastest peer, and of the floors."""
     said = []
     for own in groups(_rows(run), "dtype", "pass", "mode").values():
         costs = {row["impl"]: row["seconds"] for row in own}
@@ -53,7 +53,7 @@ def findings(run: Run) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Picture]:
-    """Plot a bar for each implementation, a panel for each dtype, pass and mode."""
+    """Plot a bar for each implementation, with a panel for each dtype, pass and mode."""
     records = [
         {"panel": label(row, "dtype", "pass", "mode"), "place": row["impl"]}
         | {"value": 1e6 * row["seconds"], "said": f"{microseconds(row['seconds'])} µs"}

@@ -1,4 +1,4 @@
-"""The model end to end: times, share of the roof, memory, and the gain of each choice."""
+"""The model end to end: times, shares of the roof, memory, and the gain of each choice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUESTION = "What time and memory does a step take? What do precision, compiler a
 CASE = ("size", "context", "batch", "step")
 SETTING = ("precision", "impl", "compiled")
 LONG = ("size", "context", "packed")
-# Name: the fact that differs, its slow value and its fast value.
+# By name: the fact that differs, its slow value and its fast value.
 CONTRASTS: dict[str, tuple[str, Any, Any]] = {
     "tf32 / fp32": ("precision", "fp32", "tf32"),
     "bf16 / fp32": ("precision", "fp32", "bf16"),
@@ -47,7 +47,7 @@ NOUNS = {"precision": "precision", "compiled": "the compiler", "impl": "attentio
 
 
 def steps(run: Run, *, long: bool = False) -> list[Row]:
-    """Return the steps that keep their activations, or those of checkpointed blocks."""
+    """Return the steps that keep their activations, or (``long``) those that checkpoint blocks."""
     rows = known(run.study(NAME), "size", "step")
     return [row for row in rows if bool(row.get("checkpoint")) == long]
 
@@ -100,7 +100,7 @@ def _steps(run: Run, rows: list[Row], setting: tuple[str, ...], *columns: str) -
 
 
 def _gains(rows: list[Row], axis: str) -> Table:
-    """Return the times of rows that differ only in ``axis``, and their ratios."""
+    """Return a table of the times of rows that differ only in ``axis``, and their ratios."""
 
     def cell(slow: Any, fast: Any, own: list[Row]) -> str:
         found = by(own, axis)
@@ -119,7 +119,7 @@ def _gains(rows: list[Row], axis: str) -> Table:
 
 
 def _contrasted(rows: list[Row]) -> dict[str, list[tuple[Row, Row]]]:
-    """Return, for each contrast, the pairs of rows that differ only in it."""
+    """Return, for each contrast, the pairs of rows that differ only in its fact."""
     found = {
         name: pairs(timed(rows), *sides, *_other_facts(sides[0]))
         for name, sides in CONTRASTS.items()
@@ -162,7 +162,7 @@ def _best(run: Run, rows: list[Row]) -> list[str]:
 
 
 def _memory(rows: list[Row]) -> list[str]:
-    """Return how far measured peaks are from predictions, and how many cases ran out of memory."""
+    """Return how far peaks are from their predictions, and how many cases ran out of memory."""
     both = known(timed(rows), "peak_bytes", "predicted_bytes")
     off = {
         label(row, *CASE, "packed", *SETTING): row["peak_bytes"] / row["predicted_bytes"]
@@ -180,7 +180,7 @@ def _memory(rows: list[Row]) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Picture]:
-    """Plot the speed-up of each choice by model size, a panel for each choice."""
+    """Plot the speed-up of each choice by model size, with a panel for each choice."""
     records = []
     for name, found in _contrasted(steps(run)).items():
         for (size,), own in groups([fast for _, fast in found], "size").items():

@@ -1,4 +1,4 @@
-"""Windows, documents and prefixes: time against the pairs of a query and a key that are seen."""
+"""Windows, documents and prefixes: time against the number of unmasked query-key pairs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tables(run: Run) -> list[Table]:
 
 
 def findings(run: Run) -> list[str]:
-    """Return, for each shape and pass, the share of our time that the fewest pairs take."""
+    """Return, for each shape and pass, our time for the fewest pairs relative to the most."""
     said = []
     for (*_, name), own in groups(_rows(run), *SHAPE).items():
         each = [best(cases, ours=True) for cases in groups(own, "problem").values()]
@@ -49,7 +49,7 @@ def findings(run: Run) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Picture]:
-    """Plot time over pairs, a panel for each pass of the shape that has the most masks."""
+    """Plot time over pairs for the shape that has the most masks, with a panel for each pass."""
     shapes = groups(timed(_rows(run)), *SHAPE[:-1])
     own = max(shapes.values(), key=lambda rows: len(values(rows, "problem")), default=[])
     if len(values(own, "pairs")) <= 1:

@@ -1,4 +1,4 @@
-"""Memory of the model: the peak, its parts, its timeline and its largest blocks."""
+"""Memory of the model: the peak and its parts, the timeline, and the largest blocks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ TITLE = "Where the memory goes"
 QUESTION = "How much memory does a step need at its peak, what for, and could it be predicted?"
 CASE = ("size", "context", "batch", "step", "precision", "impl")
 KEPT = "activations"
-DRAWN = 250  # points of a timeline in the plot
-ROOM = 1.3  # top of the plot over the highest peak
-SHOWN = 0.12  # share of a step from which a phase has room for its name
+DRAWN = 250  # points of a timeline in a plot
+ROOM = 1.3  # top of the y axis, relative to the highest peak
+SHOWN = 0.12  # least share of a step at which a phase has room for its name
 
 
 def _predicted(row: Row) -> float | None:
@@ -130,7 +130,7 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
 
 
 def _picture(title: str, records: list[plot.Record]) -> plot.Picture:
-    """Plot a panel for each step: phases shaded and named, the peak labelled."""
+    """Plot a panel for each step, with its phases shaded and named, and its peak labelled."""
     x, y = plot.quantity("x", "ms"), plot.quantity("y", "GiB", zero=True)
     x["scale"] = {"nice": False}
     y["scale"] = {"domain": [0, ROOM * max(record.get("y", 0) for record in records)]}
@@ -141,7 +141,7 @@ def _picture(title: str, records: list[plot.Record]) -> plot.Picture:
     phase, peak = "datum.kind == 'phase'", "datum.kind == 'peak'"
     mark, said = {"type": "point", "shape": "triangle-down", "filled": True}, {"field": "label"}
     end = max(record.get("x", 0) for record in records)
-    early = f"datum.x < {0.4 * end}"  # then its name has no room to the left
+    early = f"datum.x < {0.4 * end}"  # then the label has no room to the left
     beside = plot.TEXT | {"dy": -7, "dx": {"expr": f"{early} ? 8 : -8"}}
     beside["align"] = {"expr": f"{early} ? 'left' : 'right'"}
     layers = [
@@ -155,7 +155,7 @@ def _picture(title: str, records: list[plot.Record]) -> plot.Picture:
 
 
 def _records(row: Row) -> list[plot.Record]:
-    """Return the timeline of a step in at most ``DRAWN`` points, each the most in its span."""
+    """Return a step's phases, its peak, and its timeline as the maxima of about ``DRAWN`` spans."""
     (start, _), *_, (end, _) = row["timeline"]
     panel, spans = {"panel": label(row, "step")}, dict[int, list[float]]()
     for second, count in row["timeline"]:

@@ -1,4 +1,4 @@
-"""Several GPUs on one sequence: tokens per second, against one GPU, a prediction and PyTorch."""
+"""One sequence on several GPUs: tokens per second against one GPU, a prediction and PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TITLE = "Several GPUs"
 QUESTION = "How much faster is one sequence on several GPUs?"
 CASE = ("problem", "size", "context", "pass")
 OURS, PEER = "keys", "pytorch"
-MOST = 6  # panels in the plot
+MOST = 6  # most panels in the plot
 UNIT = "1000 tokens/s"
 
 
@@ -24,9 +24,9 @@ def _rows(run: Run) -> list[Row]:
 
 
 def _share(rows: list[Row], row: Row) -> float | None:
-    """Return how many of its GPUs' speeds a row reaches; one is linear scaling.
+    """Return the scaling efficiency of a row: its speed-up over one GPU, per GPU.
 
-    Of our methods that need several GPUs, one GPU's speed is that of ``OURS``.
+    Methods of ours that have no row on one GPU are compared with that of ``OURS``.
     """
     alone = by(timed(x for x in rows if x["world"] == 1), "method")
     other = None if row["method"] == PEER else alone.get(OURS)
@@ -35,7 +35,7 @@ def _share(rows: list[Row], row: Row) -> float | None:
 
 
 def _against_peer(rows: list[Row], row: Row) -> float | None:
-    """Return the speed of a row of ours over that of PyTorch's on as many GPUs."""
+    """Return the speed of our row over that of PyTorch's on the same number of GPUs."""
     peers = by(timed(x for x in rows if x["world"] == row["world"]), "method")
     return None if row["method"] == PEER else gain(peers.get(PEER), row)
 
@@ -60,7 +60,7 @@ def _table(rows: list[Row]) -> Table:
 
 
 def findings(run: Run) -> list[str]:
-    """Return, for each problem and pass, what the most GPUs reach."""
+    """Return, for each problem and pass, the scaling efficiency on the most GPUs."""
     said = []
     for own in groups(_rows(run), *CASE).values():
         ours = [row for row in timed(own) if row["method"] == OURS and row["world"] > 1]
@@ -82,7 +82,7 @@ def findings(run: Run) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Picture]:
-    """Plot tokens per second over the number of GPUs, a panel for each problem and pass."""
+    """Plot tokens per second over the number of GPUs, with a panel for each problem and pass."""
     rows = known(timed(_rows(run)), "tokens")
     found = [own for own in groups(rows, *CASE).values() if len(values(own, "world")) > 1][:MOST]
     records = [record for own in found for record in _records(own)]
@@ -92,7 +92,7 @@ def pictures(run: Run) -> dict[str, plot.Picture]:
 
 
 def _records(rows: list[Row]) -> list[plot.Record]:
-    """Return a point for each method and number of GPUs, and the ends of linear scaling."""
+    """Return a point for each method and number of GPUs, and the ends of a linear-scaling line."""
     panel = {"panel": label(rows[0], *CASE)}
     points = [
         panel | {"name": row["method"], "x": row["world"], "y": plot.exact(_thousands(row))}

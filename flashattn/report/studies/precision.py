@@ -71,7 +71,7 @@ def _dtypes(rows: list[Row]) -> Table:
 
 
 def findings(run: Run) -> list[str]:
-    """Return the worst sum and where it stagnates, and the parts of LayerNorm that fail."""
+    """Return the worst sums, where they stagnate, and the LayerNorm quantities that overflow."""
     said = []
     for rows in groups(_part(run, "accumulation"), "count", "value").values():
         best, last = (choose(rows, key=lambda row: abs(_off(row))) for choose in (min, max))
@@ -120,7 +120,7 @@ def _finite(value: Any) -> bool:
 
 
 def pictures(run: Run) -> dict[str, plot.Picture]:
-    """Plot the partial sums over the number of addends, a panel for each sum."""
+    """Plot the partial sums over the number of addends, with a panel for each sum."""
     rows = [row for row in _part(run, "accumulation") if row.get("curve")]
     records: list[plot.Record] = [
         {"panel": _sum(row), "name": _named(row)}

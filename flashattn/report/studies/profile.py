@@ -21,7 +21,7 @@ PARTS = {"scores": "scores, QKᵀ", SOFTMAX: SOFTMAX, "values": "values, PV"}
 CATEGORIES: tuple[str, ...] = (MATMUL, "ours", "attention", SOFTMAX, "elementwise", "reduction")
 CATEGORIES += ("copy", "indexing", "optimizer", "other")  # one per colour
 LONGEST = 8  # kernels listed for each step
-MOST = 40  # bars in the plot
+MOST = 40  # most bars in the plot
 
 
 def _profiled(run: Run) -> list[Row]:
@@ -34,7 +34,7 @@ def _divided(run: Run) -> list[Row]:
 
 
 def _pieces(row: Row) -> list[Row]:
-    """Return a row for each part of attention, with its share of time and FLOPs."""
+    """Return a row for each part of attention, with its share of the time and of the FLOPs."""
     parts = row["parts"].values()
     seconds, flops = (sum(part[of] for part in parts) for of in ("seconds", "flops"))
     return [
@@ -118,7 +118,7 @@ def _kernels(rows: list[Row]) -> Table:
 
 
 def findings(run: Run) -> list[str]:
-    """Return the share of matrix products in each step, and of softmax in naive attention."""
+    """Return the shares of matrix products in each step, and of softmax in naive attention."""
     said = []
     for rows in groups(_profiled(run), *CASE).values():
         shares = [

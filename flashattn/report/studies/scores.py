@@ -15,13 +15,13 @@ TITLE = "Scores"
 QUESTION = "What do softcap, ALiBi, biases and sinks cost?"
 PLAIN = "plain"
 LEARNED = " and its gradient"
-PROBLEM = re.compile(  # the end of its name says what its scores are
+PROBLEM = re.compile(  # the end of a problem's name describes its scores
     r"(?P<shape>.*?)(?:-cap(?P<cap>[^-]+))?(?P<alibi>-alibi)?(?:-bias(?P<bias>\w+))?(?P<sink>-sink)?"
 )
 
 
 def _named(row: Row) -> Row:
-    """Return a row with the shape of its problem, and its scores in words."""
+    """Return a row with the shape of its problem, and its kind of scores in words."""
     found = PROBLEM.fullmatch(str(row["problem"]))
     made = found.groupdict() if found else {"shape": row["problem"]}
     words = {
@@ -40,7 +40,7 @@ def _rows(run: Run) -> list[Row]:
 
 
 def _over_plain(rows: list[Row], cases: list[Row], *, ours: bool = True) -> float | None:
-    """Return the least time of ours, or of peers, over ours for plain scores among the rows."""
+    """Return the best time of ours or of the peers over our best time for plain scores."""
     plain = best((row for row in rows if row["scores"] == PLAIN), ours=True)
     return gain(best(cases, ours=ours), plain)
 
@@ -72,7 +72,7 @@ def findings(run: Run) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Picture]:
-    """Plot times over ours for plain scores, a panel for each pass of the shape with the most."""
+    """Plot times over ours for plain scores, for the shape with the most kinds of scores."""
     shapes = groups(timed(_rows(run)), "shape")
     own = max(shapes.values(), key=lambda rows: len(values(rows, "scores")), default=[])
     if len(values(own, "scores")) <= 1:

@@ -32,7 +32,7 @@ def tables(run: Run) -> list[Table]:
 
 
 def findings(run: Run) -> list[str]:
-    """Return the cost of the first step, and the remaining error for each number of warm-ups."""
+    """Return the cost of the first step, and the error left after each number of warm-up steps."""
     said = []
     for cases in groups(known(timed(run.study(NAME)), "warm_steps"), *CASE).values():
         steps = [own[0] for own in groups(cases, "warm_steps").values()]

@@ -110,7 +110,7 @@ def matmul():
 
 @pytest.fixture
 def laid_out(pytester, monkeypatch):
-    """Return a function that copies benchmarks to a folder of their own; timing takes no time."""
+    """Shorten timing; return a function that copies benchmarks to a folder of their own."""
     roofs = {"float32": 1e12, "bfloat16": 1e13, "copy": 1e11}
     monkeypatch.setattr(roofline, "measure_roofs", lambda _: roofs)
     monkeypatch.setattr(timing, "MOST_ROUNDS", timing.FEWEST_ROUNDS)

@@ -613,7 +613,7 @@ def test_options_are_told_apart(device, prepared, options):
 
 @pytest.mark.parametrize(("any_length", "times"), [(True, 1), (False, 4)])
 def test_limits_that_look_at_no_length(device, monkeypatch, any_length, times):
-    """Such limits are checked once, and again for lengths of 0; bad lengths are refused."""
+    """Limits of ``any_length`` are checked once for all lengths but 0; bad lengths are refused."""
     asked = []
     able = {"limits": lambda problem, _: asked.append(problem), "any_length": any_length}
 

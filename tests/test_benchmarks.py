@@ -164,7 +164,7 @@ def angry(q, k, v, **options):
 
 
 def test_fast_implementations_take_turns(bench, pytester, monkeypatch):
-    """If the clock allows it, calls are timed in turns, in random orders, with equal samples.
+    """If the clock allows it, calls take turns: in random orders, with as many samples each.
 
     An error fails only the implementation that raises it. Slow ones, and ones that run out of
     memory beside others, are timed alone. A resumed run times only those that are left.

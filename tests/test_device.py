@@ -131,7 +131,7 @@ def test_a_cpu_needs_no_nvml(monkeypatch):
 
 @pytest.mark.usefixtures("nvidia")
 def test_a_gpu_is_sampled_until_the_block_ends(monkeypatch):
-    """A thread samples the GPU, with times, until the block ends, by an error as well."""
+    """A thread samples the GPU, with timestamps, until the block ends or raises an error."""
     monkeypatch.setattr(monitor, "PERIOD", 0.001)
     threads, start, sampled = threading.active_count(), time.perf_counter(), Monitor(CUDA)
 

@@ -29,7 +29,7 @@ from flashattn.registry import get
 from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors
 from flashattn.testing.layouts import LAYOUTS as LAYOUTS_OF
 
-MANY = {"batch": 4, "heads": 32, "kv_heads": 16}  # so many that each pass has its own launch
+MANY = {"batch": 4, "heads": 32, "kv_heads": 16}  # large enough that each pass has its own launch
 FEW = {"heads": 2, "kv_heads": 1}
 SHAPES = {
     "ragged": MANY | {"seq_q": 300, "seq_kv": 500},  # no tile divides either
@@ -187,7 +187,7 @@ def test_cases_launch_what_they_say(device):
         assert portable.forward_row(*specs, gpu, options)[0] == case.kernels[0], case
 
 
-@pytest.mark.gpu  # the interpreter makes one product of TF32 in full fp32
+@pytest.mark.gpu  # the interpreter computes a TF32 product in full fp32
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
 @pytest.mark.parametrize("shape", ["ragged", "few", "short"])  # the last is not decomposed
@@ -234,7 +234,7 @@ def test_every_tile_wants_a_gpu(pytestconfig, pytester, monkeypatch):
     result.stderr.fnmatch_lines(["ERROR: --every-tile: wanted a CUDA GPU, got none;*"])
 
 
-@pytest.mark.gpu  # the interpreter has none
+@pytest.mark.gpu  # the interpreter has no such tiles
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 @pytest.mark.parametrize("window", [(100, 0), (150, 70), (900, 0)], ids=str)
 @pytest.mark.parametrize("shape", ["ragged", "tall", "few"])

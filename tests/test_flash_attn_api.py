@@ -106,7 +106,7 @@ def leading(name, q, k, v):
 
 
 def call(name, q, k, v, **options):
-    """Call a function with q, k and v of [B, H, T, D]; return out and softmax_lse likewise."""
+    """Call a function with q, k, v of [B, H, T, D]; return out and softmax_lse in that layout."""
     o, lse, probs = getattr(flash_attn, name)(
         *leading(name, q, k, v), return_attn_probs=True, **options
     )
@@ -335,7 +335,7 @@ def packed(problem, queries, keys, behind, device):
 )
 @pytest.mark.parametrize("mask", MASKS)
 def test_used(documents, sides, mask, device):
-    """Tokens in no document, or not used, may be NaN; the others are as in separate calls."""
+    """Unused tokens may be NaN and give 0 and -inf; documents are as in calls of their own."""
     queries, keys, behind = DOCUMENTS[documents]
     problem = Problem(heads=4, kv_heads=2, head_dim=16)
     inputs, grads, ends = packed(problem, queries, keys, behind, device)

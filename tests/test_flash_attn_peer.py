@@ -19,7 +19,7 @@ from flashattn.testing.inputs import make_inputs, make_scored
 
 
 def dense(q, k, v, *, softmax_scale, causal, no_bound, window_size=None, learnable_sink=None):
-    """Compute attention as flash-attn: [B, T, H, D], bottom-right masks, a sink for each head."""
+    """Compute attention as flash-attn does: [B, T, H, D], bottom-right masks, a sink per head."""
     left, right = (None if x == no_bound else x for x in window_size or (no_bound, no_bound))
     mask = Mask(left, 0 if causal else right, "bottom_right")
     sink = None if learnable_sink is None else learnable_sink[None]

@@ -69,7 +69,7 @@ WIDES += [(256, HopperD256Tile(section=3), False)]
 SHAPES = {
     "ragged": {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 700, "seq_kv": 900},
     "tall": {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 900, "seq_kv": 700},
-    "many": {"batch": 9, "heads": 8, "seq_q": 512},  # more tiles than programs
+    "many": {"batch": 9, "heads": 8, "seq_q": 512},  # more tiles than CTAs
     "short": {"heads": 2, "seq_q": 1, "seq_kv": 130},
     "one": {"heads": 2, "seq_q": 70, "seq_kv": 1},
 }
@@ -287,7 +287,7 @@ def test_a_learned_bias(device, mask, seq_kv, softcap):
 @pytest.mark.parametrize("head_dim", WIDTHS)
 @on_hopper
 def test_sinks(device, head_dim, mask):
-    """Sinks, in packed rows or not, and their gradients are within the budgets."""
+    """Sinks and their gradients are within the budgets, with packed documents and without."""
     packed = alternately((None, "uneven"), WIDTHS.index(head_dim), mask in ("causal", "full"))
     facts = {"documents": packed and DOCUMENTS[packed], "sink": True}
     full = ("float32",) if head_dim == 96 and packed is None else ()
@@ -496,7 +496,7 @@ def test_why_not_tma():
 
 
 def test_many_heads_of_one_short_key_are_planned():
-    """Heads are planned even if they share keys of less than one byte for each head."""
+    """Heads are planned even if each has a share of less than a byte of the keys."""
     q = torch.zeros(1, 600, 1, 64, dtype=torch.bfloat16)
     given = TensorSpec.of(q), *[TensorSpec.of(q[:, :1])] * 2
     options = Options(None, 0.1, family="hopper")
@@ -629,7 +629,7 @@ def test_short_windows_in_fp32():
     ],
 )
 def test_where_its_forward_is_the_fastest_in_fp32(shape, own):
-    """With few tiles the portable forward, which splits keys, is taken in place of Hopper's."""
+    """In fp32 with few tiles, the portable forward is taken, which splits keys."""
     assert taken(Problem(**shape, head_dim=100)) == (BOTH if own else BACKWARD_ONLY)
 
 
@@ -763,7 +763,7 @@ def test_tiles_fit():
         assert tile.shared(head_dim) <= SHARED - 1024
     compiled = {(v.head_dim, v.config) for v in variants() if v.config is not None}
     assert NARROW_FORWARD.shared(WIDEST_OF_NARROW, NARROW_VALUES) <= SHARED - 1024
-    assert NARROW_FORWARD.shared(WIDEST_OF_NARROW) > SHARED  # not for others
+    assert NARROW_FORWARD.shared(WIDEST_OF_NARROW) > SHARED  # 128 keys, two stages: no wider v fits
     stages = {(d, HopperBackwardTile(stages=tile.stages)) for d, tile, _ in BACKWARDS}
     stages |= {(d, HopperD256Tile(stages=tile.stages)) for d, tile, _ in WIDES}
     biased = hopper.tile_of_bias(FORWARD[128, True][0], 128)

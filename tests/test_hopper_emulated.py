@@ -194,7 +194,7 @@ FORWARDS = [
     Asked(bf16(seq_q=300, head_dim=168, value_dim=72, window=(70, 20), documents=PACKED), WIDE),
     Asked(bf16(heads=2, seq_q=300, window=(70, 0)), at_once=2),  # dynamic tile scheduler
     Asked(fp16(seq_q=500, window=(300, 33))),  # masked tiles, full ones, masked ones
-    Asked(bf16(heads=2, seq_q=500, window=(300, 33)), THREE, at_once=2),  # likewise, in one loop
+    Asked(bf16(heads=2, seq_q=500, window=(300, 33)), THREE, at_once=2),  # the same in one loop
     Asked(fp16(heads=2, seq_q=300, causal=True, documents=PACKED), THREE, at_once=2),
     # Fully masked rows.
     Asked(bf16(heads=3, seq_q=260, seq_kv=150, window=(20, None), head_dim=128), WIDE, at_once=2),
@@ -349,7 +349,7 @@ SCORED = [
     )
     for asked, score, seed in zip(of, cycle(scores), cycle((1, 2, 0, 3)))
 ]
-FLAT = bf16(heads=2, seq_q=100, seq_kv=140, softcap=0.7)  # as tanh is where gradients are small
+FLAT = bf16(heads=2, seq_q=100, seq_kv=140, softcap=0.7)  # tanh is flat, gradients are small
 SCORED += [
     (Asked(replace(FLAT, head_dim=head_dim), WIDE, how, values=values), 0)
     for head_dim, how in ((128, UNTURNED), (256, WIDE_PASSES))
@@ -359,7 +359,7 @@ SCORED += [
 
 @pytest.mark.parametrize(("asked", "seed"), SCORED, ids=str)
 def test_scores(asked, seed):
-    """Scores with ALiBi, a bias, a softcap or a sink are within the budgets as well.
+    """Scores with ALiBi, a bias, a softcap or a sink are within the budgets.
 
     Rows that see no key have a sink's logit as lse.
     """
@@ -1779,7 +1779,7 @@ def test_products_read_late(waits):
 
 
 def test_numbers():
-    """Integers divide towards zero, as on a GPU, and results do as well."""
+    """Integers divide towards zero, as on a GPU, also after further arithmetic."""
     n = language.Number(-7)
     assert (n // 2, n % 2, 7 // language.Number(-2), (n + 1) // 4, 3 - n) == (-3, -1, -3, -1, 10)
     assert language.cdiv(language.Number(7), 2) == 4

@@ -156,7 +156,7 @@ def mask_of(given):
 
 
 def pairs(given, block_q, block_kv):
-    """Return for each two tiles (whether some pair is visible, whether every pair is)."""
+    """Return for each two tiles whether some score is visible, and whether all are."""
     band = given
     if isinstance(given, Bounds):
         (_, seq_q, _), seq_kv = given.keys.shape, given.queries.shape[1]

@@ -25,7 +25,7 @@ CASES = [
     Problem(seq_q=33, seq_kv=1, head_dim=16),  # one key: dS is exactly 0
     Problem(seq_q=1, seq_kv=300, head_dim=64, dtype="float16"),  # decoding
     Problem(seq_q=1, seq_kv=70, head_dim=32, causal="bottom_right"),  # decoding sees every key
-    Problem(seq_q=1, seq_kv=70, head_dim=32, causal="top_left"),  # ... and here only the first
+    Problem(seq_q=1, seq_kv=70, head_dim=32, causal="top_left"),  # ... and here only the first key
     Problem(seq_q=50, seq_kv=130, head_dim=16, causal="top_left"),  # keys that no query sees
     Problem(seq_q=50, seq_kv=130, head_dim=16, causal="bottom_right"),  # chunked prefill
     Problem(seq_q=130, seq_kv=50, head_dim=16, causal="top_left"),  # a plateau of full rows
@@ -34,7 +34,7 @@ CASES = [
     Problem(seq_q=70, head_dim=16, causal=True, softcap=0.7),  # most scores are capped
     Problem(seq_q=90, seq_kv=70, head_dim=64, dtype="bfloat16", window=(20, 33), softcap=5),
     Problem(heads=2, seq_q=70, head_dim=16, causal=True, alibi=True),
-    Problem(  # the last queries stand at the last keys, which nobody sees
+    Problem(  # the last queries are at the last keys, which no query sees
         batch=2, heads=4, kv_heads=2, seq_q=50, seq_kv=130, head_dim=16, causal=True, alibi=True
     ),
     Problem(
@@ -43,7 +43,7 @@ CASES = [
     Problem(heads=4, kv_heads=1, seq_q=1, seq_kv=300, head_dim=64, dtype="float16", alibi=True),
     # Biases: of each score, of all batches, of rows, of columns, of all, of distances.
     Problem(batch=2, heads=2, kv_heads=1, seq_q=70, seq_kv=40, head_dim=16, bias="bhts"),
-    Problem(heads=2, seq_q=70, head_dim=16, causal=True, bias="1hts"),  # tiles that nobody visits
+    Problem(heads=2, seq_q=70, head_dim=16, causal=True, bias="1hts"),  # tiles that are not visited
     Problem(batch=2, heads=2, seq_q=70, seq_kv=130, head_dim=64, dtype="bfloat16", bias="1hts"),
     Problem(batch=2, heads=4, kv_heads=2, seq_q=40, head_dim=16, softcap=5, bias="bh1s"),
     Problem(batch=2, heads=2, seq_q=50, seq_kv=70, head_dim=16, window=(20, 9), bias="11t1"),
@@ -61,14 +61,14 @@ CASES = [
     Problem(batch=2, heads=4, kv_heads=2, seq_q=70, head_dim=16, causal=True, sink=True),
     Problem(heads=2, seq_q=130, seq_kv=50, head_dim=16, causal="bottom_right", sink=True),
     Problem(heads=2, seq_q=9, seq_kv=0, head_dim=16, sink=True),  # all of the softmax is the sink's
-    Problem(seq_q=200, head_dim=16, causal=True, window=(70, None)),  # a tile behind the window
+    Problem(seq_q=200, head_dim=16, causal=True, window=(70, None)),  # a tile outside the window
     Problem(seq_q=200, head_dim=16, dtype="bfloat16", window=(20, 33)),  # masked at both ends
     Problem(seq_q=70, head_dim=16, causal=True, window=(0, None)),  # every query sees itself alone
     Problem(seq_q=70, seq_kv=300, head_dim=16, causal="bottom_right", window=(20, None)),  # prefill
     Problem(seq_q=130, seq_kv=50, head_dim=16, window=(9, 9)),  # the last rows see no key
     Problem(
         seq_q=130, seq_kv=50, head_dim=16, causal="bottom_right", window=(9, None)
-    ),  # the first
+    ),  # the first rows see no key
     # Packed documents: an empty one, one that ends with a tile, and rows after the last.
     Problem(seq_q=150, head_dim=16, causal=True, documents=((40, 40), (0, 0), (24, 24), (70, 70))),
     Problem(  # more keys than queries in one, no keys in another, no queries in the last
@@ -221,7 +221,7 @@ def test_grad_layouts(impl, device, layout):
 
 
 @strictly
-@pytest.mark.parametrize(  # so few that the backward is one launch, and more
+@pytest.mark.parametrize(  # the first is so small that the backward is one launch
     ("heads", "seq_kv"), [(2, 30), (4, 70)]
 )
 def test_mixed_layouts(impl, device, heads, seq_kv):

@@ -237,7 +237,7 @@ def test_a_backward_plan_is_of_all_that_it_depends_on(device):
 
 
 def test_a_plan_bound_among_poison_holds_no_outputs(device):
-    """Later outputs of such a plan are freed with their last user, and guarded only by a guard."""
+    """Outputs of a plan bound under ``guard`` are freed after use, and guarded only under it."""
     inputs = make_inputs(Problem(heads=2, seq_q=9, head_dim=16), device=device)
     execute.bind_forward.cache_clear()
     with guard(*inputs) as given:
@@ -679,7 +679,7 @@ def test_fp32_precision(device, precision):
     assert_accurate(triton("top_left", precision=precision), sample)
 
 
-@pytest.mark.gpu  # the interpreter makes one product of TF32 in full fp32
+@pytest.mark.gpu  # the interpreter computes a TF32 product in full fp32
 @pytest.mark.parametrize("seq_kv", [1, 100])
 def test_fp32_budgets_see_tf32(device, seq_kv):
     """One TF32 product instead of six bf16 products breaks the budgets, also where dS cancels."""

@@ -1,4 +1,4 @@
-"""Sound products; ``--every-tile``; inner runs of pytest that forget nothing."""
+"""Fixtures, ``--every-tile``, and the setup of torch, Triton and inner runs of pytest."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from flashattn.measure import roofline, timing
 from flashattn.testing.patching import patch_interpreter
 from flashattn.testing.upstream import products_mix_rows
 
-# Tests multiply small matrices. Threads that wait for one another, on cores that others use as
-# well, made them six times slower.
+# Tests multiply small matrices: on shared cores, threads that wait for each other made them six
+# times slower.
 torch.set_num_threads(1)
-# Processes that tests start have one thread, too, and find the package that is tested, which need
-# not be installed.
+# Subprocesses of tests use one thread as well, and find the tested package even if it is not
+# installed.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Inductor's loops without vector instructions are compiled in three quarters of the time.
+# Without vector instructions, Inductor's loops compile in three quarters of the time.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
-os.environ.setdefault("SYMPY_CACHE_SIZE", "200000")  # else it derives again what it has forgotten
+os.environ.setdefault("SYMPY_CACHE_SIZE", "200000")  # else SymPy derives evicted results again
 SEARCHED = [str(Path(flashattn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, SEARCHED))
-# Inductor would move Triton's cache in each worker that uses it, which then compiles all again.
+# Inductor would move Triton's cache in each worker, which would then compile everything again.
 os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 if os.environ.get("TRITON_INTERPRET") == "1":
     patch_interpreter()
 WITHOUT_ONEDNN = products_mix_rows()
-if WITHOUT_ONEDNN:  # or laws about NaN fail that whoever is tested has kept
+if WITHOUT_ONEDNN:  # else correct implementations fail laws about NaN
     torch.backends.mkldnn.enabled = False
 
 
 def pytest_addoption(parser):
-    """Declare the tests that take minutes on a GPU."""
+    """Declare the option for tests that take minutes on a GPU."""
     parser.addoption(
         "--every-tile",
         action="store_true",
@@ -49,7 +49,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Refuse to skip what was asked for."""
+    """Refuse ``--every-tile`` without a GPU, where its tests would be skipped."""
     if config.getoption("--every-tile") and not torch.cuda.is_available():
         raise pytest.UsageError(
             "--every-tile: wanted a CUDA GPU, got none; without one all tiles are compiled by "
@@ -59,7 +59,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Let the collector rest, then pass over modules and items, a million objects."""
+    """Disable garbage collection while collecting, then freeze the million objects found."""
     gc.disable()
     try:
         return (yield)
@@ -67,26 +67,26 @@ def pytest_collection():
         gc.collect()
         gc.freeze()
         gc.enable()
-        if not torch.cuda.is_available():  # of whose memory cycles may hold much
-            gc.set_threshold(10_000, 10, 50)  # without it one second in twelve is the collector's
+        if not torch.cuda.is_available():  # there, cycles may hold much device memory
+            gc.set_threshold(10_000, 10, 50)  # the default costs a twelfth of the time
 
 
 def pytest_unconfigure():
-    """Let it look again, or Triton's bindings say at the end that all of it leaks."""
+    """Unfreeze the objects, or Triton's bindings report all of them as leaks at exit."""
     gc.unfreeze()
 
 
 def pytest_report_header():
-    """Say what is not tested as a user would run it."""
+    """Report that tests run without oneDNN, unlike a user's code."""
     said = "bf16 products of this CPU's oneDNN mix rows (its issue 5717): tests run without it"
     return [said] * WITHOUT_ONEDNN
 
 
 @pytest.fixture
 def pytester(pytester, monkeypatch):
-    """Keep what an inner run imports: torch's and Triton's modules cannot be imported twice."""
+    """Keep the modules that an inner run imports: torch and Triton cannot be imported twice."""
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
-        monkeypatch.delenv(name)  # an inner run is no worker
+        monkeypatch.delenv(name)  # an inner run is not an xdist worker
     own = ("test_", "bench_", "conftest", "benchmarks")
 
     def snapshot():
@@ -96,12 +96,12 @@ def pytester(pytester, monkeypatch):
     pytester._Pytester__take_sys_modules_snapshot = snapshot
     profile = hypothesis.settings.get_current_profile_name()
     yield pytester
-    hypothesis.settings.load_profile(profile)  # which an inner run's conftest replaces
+    hypothesis.settings.load_profile(profile)  # an inner run's conftest replaces it
 
 
 @pytest.fixture
 def matmul():
-    """Return what has PyTorch's setting for fp32 products, which is put back after the test."""
+    """Yield PyTorch's settings of CUDA products; restore ``fp32_precision`` after the test."""
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
     yield settings
@@ -110,7 +110,7 @@ def matmul():
 
 @pytest.fixture
 def laid_out(pytester, monkeypatch):
-    """Return what copies benchmarks to a folder of their own, in which they hardly take time."""
+    """Shorten timing; return a function that copies benchmarks to a folder of their own."""
     roofs = {"float32": 1e12, "bfloat16": 1e13, "copy": 1e11}
     monkeypatch.setattr(roofline, "measure_roofs", lambda _: roofs)
     monkeypatch.setattr(timing, "MOST_ROUNDS", timing.FEWEST_ROUNDS)

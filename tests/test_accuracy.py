@@ -1,4 +1,4 @@
-"""The budgets themselves: they let rounding through, and nothing else."""
+"""Error budgets allow rounding and nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAMPLE = Sample(problem=PROBLEM, scale=0.2)
 
 
 def naive(q, k, v, scale=0.2, last=0):
-    """The reference with a scale and a mask that can be got wrong."""
+    """Run the reference with a scale and a mask that a test may get wrong."""
     o, lse = reference_attention(q, k, v, mask=Mask(right=last), scale=scale)
     return o, lse.to(torch.promote_types(lse.dtype, torch.float32))
 
@@ -48,7 +48,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_errors_are_seen(wrong):
-    """A scale off by 2%, a mask off by one, a wrong group or gradient breaks a budget."""
+    """A scale off by 2%, a mask off by one, a wrong group or a wrong gradient breaks a budget."""
     with pytest.raises(AssertionError, match=r" error .*, budget "):
         assert_accurate(WRONG[wrong], SAMPLE)
 
@@ -56,7 +56,7 @@ def test_errors_are_seen(wrong):
 @pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
 @pytest.mark.parametrize("damage", [1.03, torch.nan, torch.inf, "lost row"])
 def test_each_output_is_judged(name, damage):
-    """One output that is 3% off, short of a row, or NaN or infinite once, is reported by name."""
+    """An output that is 3% off, lacks a row or has one NaN or infinity is reported by name."""
     case = SAMPLE.draw()
     got = run(naive, case)
     if damage == "lost row":
@@ -71,7 +71,7 @@ def test_each_output_is_judged(name, damage):
 
 
 def test_the_mean_is_judged():
-    """Errors below the largest allowed, but everywhere, break the mean's budget."""
+    """An error within the max budget, but in every element, breaks the mean budget."""
     case = SAMPLE.draw()
     expected = Expected.of(case)
     got = run_reference(case)
@@ -80,7 +80,7 @@ def test_the_mean_is_judged():
 
 
 def test_infinities_are_compared():
-    """A fully masked row's lse is -inf, and neither a number nor +inf will do."""
+    """The lse of a fully masked row must be -inf; a finite number, +inf and NaN fail."""
     case = Sample(
         problem=Problem(seq_q=4, seq_kv=2, head_dim=4, causal="bottom_right"), grad=False
     ).draw()
@@ -94,7 +94,7 @@ def test_infinities_are_compared():
 
 
 def test_fp64_is_judged_too():
-    """In fp64, where naive is exact, an error of fp32's size breaks the budget."""
+    """In fp64, where naive is exact, a scale off by 1e-9 breaks a budget."""
     sample = Sample(problem=Problem(seq_q=40, head_dim=16, dtype="float64"))
     assert_accurate(lambda q, k, v: naive(q, k, v, scale=0.25, last=None), sample)
     with pytest.raises(AssertionError):
@@ -102,14 +102,14 @@ def test_fp64_is_judged_too():
 
 
 def in_turn(q, k, v):
-    """Attend with scores that are summed from the last column to the first, one by one."""
+    """Compute attention; sum each score term by term, from the last column to the first."""
     scores = sum(q[..., :, None, j] * k[..., None, :, j] for j in reversed(range(q.shape[-1])))
     p = (scores * q.shape[-1] ** -0.5).softmax(-1)
     return p @ v, (scores * q.shape[-1] ** -0.5).logsumexp(-1)
 
 
 def test_any_order_of_a_sum_is_naive():
-    """Scores of one sign, summed one by one, are right; less six bits of the keys they are not."""
+    """Terms of one sign may be summed in any order; keys without their last six bits fail."""
     problem = Problem(heads=2, seq_q=72, seq_kv=11, head_dim=128)
     asked = Sample(problem=problem, values="negative", grad=False)
     assert_accurate(in_turn, asked)
@@ -122,9 +122,9 @@ def test_any_order_of_a_sum_is_naive():
 @pytest.mark.parametrize("length", [16, 64, 256])
 @pytest.mark.parametrize("sign", [torch.clone, torch.abs], ids=["any", "one"])
 def test_two_sums_of_a_score(sign, length):
-    """Sums from the first term and from the last differ by what budgets say, and little less.
+    """Forward and reverse sums differ by what budgets allow, and not by much less.
 
-    Where terms have one sign, that is three to ten times as much as where they have not.
+    With terms of one sign they differ three to ten times as much as with terms of any sign.
     """
     terms = sign(torch.randn(10_000, length, generator=torch.Generator().manual_seed(0)))
     forward, back = sum(terms.T), sum(terms.T.flip(0))
@@ -132,11 +132,11 @@ def test_two_sums_of_a_score(sign, length):
     squares = of_two_sums(exact.sum(1), exact.square().sum(1), length)
     eps = squares.sqrt() * torch.finfo(torch.float32).eps
     spread = ((forward - back).double() / eps).square().mean().sqrt()
-    assert 1 / 6 < spread < 12**-0.5  # a deviation, of which budgets have 3.5
+    assert 1 / 6 < spread < 12**-0.5  # one standard deviation; budgets allow 3.5
 
 
 def test_gradients_of_one_key():
-    """Where dP and delta add up terms of one sign and cancel, budgets say what is left."""
+    """With one key, dP and delta cancel; the largest error left is 20 to 100% of its budget."""
     asked = Problem(heads=2, kv_heads=2, seq_q=1, seq_kv=1, head_dim=32, bias="bhts")
     how = {"device": torch.device("cpu"), "values": "shifted", "grad_layout": "expanded_columns"}
     found = [ask(get("tiled"), Sample(problem=asked, seed=seed, **how)) for seed in range(200, 240)]
@@ -147,7 +147,7 @@ def test_gradients_of_one_key():
 
 
 def test_scores_one_by_one_are_the_references():
-    """Where sums are exact, or infinite, their order changes nothing."""
+    """If sums are exact their order changes nothing; infinite scores are not summed one by one."""
     problem = Problem(heads=2, kv_heads=1, seq_q=9, seq_kv=12, head_dim=8, causal="bottom_right")
     case = Sample(problem=problem, values="grid", grad=False).draw()
     wanted = run_reference(case)
@@ -157,7 +157,7 @@ def test_scores_one_by_one_are_the_references():
 
 
 def test_what_is_infinite_is_no_error():
-    """A logsumexp of -inf has no size, and no error of which budgets could be made."""
+    """A logsumexp of -inf counts neither in the size of an output nor in its error."""
     exact = torch.tensor([-torch.inf, -2.0, 1.0], dtype=torch.float64)
     assert largest({"lse": exact, "o": exact[:0]}) == {"lse": 2.0, "o": 0.0}
     assert Error.of(torch.tensor([-torch.inf, -2.5, 3.5]), exact) == Error(2.5, 1.5, 1.0)
@@ -166,7 +166,7 @@ def test_what_is_infinite_is_no_error():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_last_place_of_a_number(dtype):
-    """It is the distance to the next number, which is the same below the smallest normal one."""
+    """The last place is the distance to the next number; all denormals have the same one."""
     info = torch.finfo(dtype)
     for x in (1.0, 4.0, info.tiny, info.tiny / 4, info.tiny * info.eps):
         bits = {2: torch.int16, 4: torch.int32}[info.bits // 8]
@@ -176,7 +176,7 @@ def test_the_last_place_of_a_number(dtype):
 
 
 def test_rounding_denormals_twice_is_within():
-    """What is rounded once more below the smallest normal number is right; off by two it is not."""
+    """Among denormals one more rounding is within budget; an error of four places is not."""
     asked = Sample(problem=Problem(seq_q=260, seq_kv=65, head_dim=16), values="denormal")
     place = last_place(torch.float32, torch.finfo(torch.float32).tiny)
 
@@ -190,14 +190,14 @@ def test_rounding_denormals_twice_is_within():
 
 
 def test_rows_that_see_nothing_are_right():
-    """So many that their mean would be judged have a lse that is no number, and no budget."""
+    """Fully masked rows pass, even so many that the mean of their lse would be judged."""
     problem = Problem(seq_q=1100, seq_kv=8, head_dim=16, documents=((1100, 0), (0, 8)))
     call = partial(get("reference"), **problem.keywords, scale=0.25)
     assert_accurate(call, Sample(problem=problem))
 
 
 def test_rows_that_are_alike_count_as_one():
-    """Naive is run on more draws where all of a head's rows of o are the same, within bounds."""
+    """If all rows of o in a head are equal, naive is run on more draws, up to a limit."""
     small, long = (Problem(heads=3, kv_heads=1, seq_q=n, head_dim=43) for n in (65, 2000))
     copies = {
         (values, problem.seq_q): Sample(problem=problem, values=values).enlarged().problem.batch
@@ -205,7 +205,7 @@ def test_rows_that_are_alike_count_as_one():
         for problem in (small, long)
     }
     assert copies["normal", 65] == copies["normal", 2000] == copies["same_keys", 2000] == 1
-    assert copies["same_keys", 65] == 96  # of 43 elements, for 4096
+    assert copies["same_keys", 65] == 96  # each has 43 elements; ``POOL`` is 4096
     for gone in ("batch", "heads", "seq_q", "seq_kv"):
         none = replace(small, **{gone: 0} | ({"kv_heads": 0} if gone == "heads" else {}))
         Sample(problem=none, values="same_keys").enlarged()

@@ -1,4 +1,4 @@
-"""attention(): what a user calls."""
+"""``attention``: arguments, the choice of an implementation, plans and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tensors(device, **changes):
 
 @OURS
 def test_one_head(name, device):
-    """A [B, T, D] input is one head, in and out."""
+    """A [B, T, D] input is one head, and so are its outputs."""
     q, k, v = tensors(device, heads=1)
     o, lse = attention(q, k, v, causal=True, return_lse=True, impl=name)
     flat_o, flat_lse = attention(q[:, 0], k[:, 0], v[:, 0], causal=True, return_lse=True, impl=name)
@@ -43,7 +43,7 @@ def test_one_head(name, device):
 
 @OURS
 def test_bottom_right_is_not_top_left(name, device):
-    """Off the square the alignments differ, and the last query of bottom-right sees every key."""
+    """If T != S the alignments differ, and with bottom-right the last query sees every key."""
     q, k, v = make_inputs(PROBLEM, device=device)
     top, bottom = (attention(q, k, v, causal=c, impl=name) for c in ("top_left", "bottom_right"))
     full = attention(q, k, v, impl=name)
@@ -55,7 +55,7 @@ def test_bottom_right_is_not_top_left(name, device):
 
 @OURS
 def test_lse_alone_is_differentiable(name, device):
-    """The gradient of the logsumexp alone is softmax(S) pulled back: dq = scale * P @ K."""
+    """The gradient of the sum of the logsumexp alone is dq = scale * P @ K."""
     q, k, v = (x.requires_grad_() for x in tensors(device))
     _, lse = attention(q, k, v, return_lse=True, impl=name)
     (dq,) = torch.autograd.grad(lse.sum(), q)
@@ -64,7 +64,7 @@ def test_lse_alone_is_differentiable(name, device):
 
 @OURS
 def test_autocast(name, device):
-    """Under autocast the inputs are cast to its dtype, and computed as if they had been."""
+    """Under autocast, the result is that of inputs cast to its dtype."""
     q, k, v = tensors(device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         o = attention(q, k, v, impl=name)
@@ -74,7 +74,7 @@ def test_autocast(name, device):
 
 @OURS
 def test_autocast_leaves_fp64(name, device):
-    """As PyTorch's does: what nobody asked to round stays as it is, or is refused."""
+    """As in PyTorch, autocast does not round fp64: it is computed as it is, or refused."""
     given = tensors(device, dtype="float64")
     with torch.autocast(device.type, dtype=torch.bfloat16):
         if name == "triton":
@@ -87,7 +87,7 @@ def test_autocast_leaves_fp64(name, device):
 
 
 def test_autocast_passes_all_on(device):
-    """What was asked besides is asked of the cast inputs, too; bad ones are refused as ever."""
+    """Autocast passes on all other arguments, and bad arguments are still refused."""
     q, k, v = (x[:, 0] for x in tensors(device))
     asked = {"causal": "bottom_right", "scale": 0.3, "return_lse": True, "impl": "tiled"}
     with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -102,7 +102,7 @@ def test_autocast_passes_all_on(device):
 
 
 def test_auto_takes_the_fastest_with_its_options(device, monkeypatch):
-    """Auto goes on where one is not the fastest; the next has its options, or the user's."""
+    """Auto skips what is not the fastest; what it takes gets its own options, or the user's."""
     asked = []
 
     def call(*inputs, **options):
@@ -128,7 +128,7 @@ def test_auto_takes_the_fastest_with_its_options(device, monkeypatch):
 
 
 def test_auto(device):
-    """On a GPU auto is ours; on a CPU PyTorch's own, or the reference where that has no answer."""
+    """On a GPU auto is triton; on a CPU it is sdpa, or the reference if the lse is wanted."""
     q, k, v = tensors(device)
     alone, pair = ("triton", "triton") if device.type == "cuda" else ("sdpa", "reference")
     assert torch.equal(attention(q, k, v), attention(q, k, v, impl=alone))
@@ -137,7 +137,7 @@ def test_auto(device):
 
 
 def test_auto_takes_windows(device):
-    """By computing only the tiles that they touch."""
+    """Auto gives windows to triton or tiled, which compute only the tiles that they touch."""
     q, k, v = tensors(device)
     how = {"causal": True, "window": (5, None), "return_lse": True}
     alone = "triton" if device.type == "cuda" else "tiled"
@@ -146,7 +146,7 @@ def test_auto_takes_windows(device):
 
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference", "sdpa", "naive"])
 def test_windows_are_inclusive(name, device):
-    """A query sees left + 1 + right keys, itself among them; causal sets right to 0."""
+    """A query sees left + 1 + right keys, its own included; causal sets right to 0."""
     q, k, v = tensors(device)
     alone = attention(q, k, v, causal=True, window=(0, 7), impl=name)
     torch.testing.assert_close(alone, v)
@@ -158,7 +158,7 @@ def test_windows_are_inclusive(name, device):
 
 
 def test_windows_end_where_causal_says(device):
-    """At the top left, and without a corner, positions begin at the first key, else at the end."""
+    """Query positions start at the first key; with bottom-right they end at the last key."""
     q, k, v = make_inputs(PROBLEM, device=device)
     top = attention(q, k, v, causal=True, window=(3, None))
     assert torch.equal(top, attention(q, k, v, window=(3, 0)))
@@ -173,7 +173,7 @@ CAPPED = {"softcap": 0.5, "causal": True, "return_lse": True}
 
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
 def test_softcap(name, device):
-    """A score is softcap * tanh(score / softcap): written out, for one query that sees two keys."""
+    """A score becomes softcap * tanh(score / softcap), written out for a query of two keys."""
     q, k, v = tensors(device)
     o, lse = attention(q, k, v, **CAPPED, impl=name)
     s = (q[:, :, 1:2] @ k[:, :, :2].mT) * q.shape[-1] ** -0.5
@@ -184,7 +184,7 @@ def test_softcap(name, device):
 
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
 def test_softcap_under_transforms(name, device):
-    """Compiled, mapped, cast and differentiated attention has its softcap, after one without."""
+    """The softcap survives compile, vmap, autocast and autograd, after a call without one."""
     q, k, v = tensors(device)
     how = {name: x for name, x in CAPPED.items() if name != "return_lse"}
     assert not torch.equal(attention(q, k, v, causal=True, impl=name), attention(q, k, v, **how))
@@ -202,13 +202,13 @@ def test_softcap_under_transforms(name, device):
         assert torch.equal(call(q, k, v), call(*(x.bfloat16() for x in (q, k, v))))
     q.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
-        (dq,) = torch.autograd.grad(call(q, k, v).sum(), q)  # by other addresses
+        (dq,) = torch.autograd.grad(call(q, k, v).sum(), q)  # saved tensors have moved
     exact = attention(q.double(), k.double(), v.double(), **how, impl="reference")
     torch.testing.assert_close(dq, torch.autograd.grad(exact.sum(), q)[0], atol=1e-4, rtol=1e-4)
 
 
 def with_one_more_key(q, k, v, sink, **how):
-    """Return o and lse of attention to one more key that has the sink as its score and no value."""
+    """Return o and lse with one more key, whose score is the sink and whose value is 0."""
     q, k, v = (x.double() for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     scores = (q @ k.repeat_interleave(group, 1).mT) * q.shape[-1] ** -0.5
@@ -223,7 +223,7 @@ def with_one_more_key(q, k, v, sink, **how):
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
 def test_sink(name, causal, device):
-    """It is one more key's score: o, lse and all gradients, of queries without a key, too."""
+    """A sink is one more key's score in o, lse and all gradients, in fully masked rows, too."""
     problem = Problem(batch=2, heads=4, kv_heads=2, seq_q=20, seq_kv=12, head_dim=16)
     given = [x.requires_grad_() for x in make_inputs(problem, device=device)]
     given.append(torch.linspace(-2, 3, 4, device=device).requires_grad_())
@@ -244,7 +244,7 @@ def test_sink(name, causal, device):
 
 
 def test_sink_in_other_forms(device):
-    """Half precision, one head without its dimension, autocast, vmap and the compiler take it."""
+    """A sink works with half precision, [B, T, D], autocast, vmap and torch.compile."""
     q, k, v = tensors(device)
     sink = torch.ones(q.shape[1], device=device)
 
@@ -277,7 +277,7 @@ def test_sink_in_other_forms(device):
     ],
 )
 def test_bad_sinks(sink, words, device):
-    """They are refused before any launch."""
+    """Bad sinks are refused before any launch."""
     with pytest.raises(ValueError, match=words):
         attention(*tensors(device), sink=sink, impl="triton")
     with pytest.raises(ValueError, match="sdpa takes no sink, and returns no logsumexp"):
@@ -287,7 +287,7 @@ def test_bad_sinks(sink, words, device):
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
 @pytest.mark.parametrize("columns", [8, 24])
 def test_values_of_another_width(name, columns, device):
-    """They are attended to as those of the same width are, and scores do not change."""
+    """If v is narrower or wider than k, o and gradients are right and lse is the same."""
     q, k, v = tensors(device)
     wide = make_inputs(Problem(batch=2, heads=2, seq_q=20, head_dim=columns), device=device)[2]
     how = {"causal": True, "return_lse": True, "impl": name}
@@ -306,7 +306,7 @@ def test_values_of_another_width(name, columns, device):
 
 
 def test_narrow_values_are_padded_for_who_takes_others(device, monkeypatch):
-    """One that takes some narrow values is asked about those that there are."""
+    """Narrow v is passed on if the implementation takes its width, else it is padded to D."""
     asked = []
 
     def call(q, k, v, *, causal, scale):
@@ -331,7 +331,7 @@ def test_narrow_values_are_padded_for_who_takes_others(device, monkeypatch):
 
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "sdpa"])
 def test_bad_windows(name, device):
-    """They are refused by whomever is asked, after a good one that is equal, too."""
+    """Every implementation refuses bad windows, even after a good one that compares equal."""
     given, words = tensors(device), r"window: wanted \(left, right\), each an int from 0 on or None"
     if registry.get("tiled" if name == "auto" else name).windows:
         assert torch.equal(
@@ -344,14 +344,14 @@ def test_bad_windows(name, device):
 
 
 def test_auto_takes_fp64_and_large_heads(device):
-    """What the kernels lack, auto still answers."""
+    """Auto also solves what the kernels do not take."""
     for changes in ({"dtype": "float64"}, {"head_dim": 300}):
         q, k, v = tensors(device, **changes)
         torch.testing.assert_close(attention(q, k, v), attention(q, k, v, impl="reference"))
 
 
 def test_a_name_never_falls_back(device):
-    """An implementation asked for by name that cannot is an error with its reason."""
+    """A named implementation that cannot solve a problem is an error with the reason."""
     q, k, v = tensors(device, dtype="float64")
     with pytest.raises(ValueError, match="triton takes fp32, fp16 and bf16"):
         attention(q, k, v, impl="triton")
@@ -365,9 +365,9 @@ def test_a_name_never_falls_back(device):
 @pytest.mark.parametrize("kind", ["meta", "cpu", "cuda"])
 @pytest.mark.parametrize("lse", [False, True])
 def test_shapes_without_numbers(dtype, kind, lse, device):
-    """Meta tensors, and fake ones of any device, give the shapes and dtypes of real ones."""
+    """Meta tensors, and fake tensors on any device, give the shapes and dtypes of real ones."""
     given = tensors(device, dtype=dtype, kv_heads=1, seq_kv=9)
-    grad = kind != "cuda" or device.type == "cuda"  # torch aborts in those of fake CUDA tensors
+    grad = kind != "cuda" or device.type == "cuda"  # else torch aborts in fake gradients
     if not grad and dtype == "float64":
         pytest.skip("torch cannot index fake CUDA tensors without CUDA, which tiled does")
 
@@ -386,7 +386,7 @@ def test_shapes_without_numbers(dtype, kind, lse, device):
 @OURS
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_lse_is_fp32(name, dtype, device):
-    """Of half precision, too: to merge parts takes more than 11 bits."""
+    """The lse is fp32 for half precision, too: combining splits takes more than 11 bits."""
     q, k, v = tensors(device, dtype=dtype)
     _, lse = attention(q, k, v, return_lse=True, impl=name)
     exact = attention(*(x.double() for x in (q, k, v)), return_lse=True, impl="reference")[1]
@@ -395,7 +395,7 @@ def test_lse_is_fp32(name, dtype, device):
 
 @pytest.mark.parametrize("which", range(3))
 def test_who_has_no_gradient_is_told_of_each(device, which, monkeypatch):
-    """Without gradients any one tensor that wants some is refused, though its like was not."""
+    """Without gradients, any input that wants one is refused, even after a plain call."""
     monkeypatch.setattr(registry, "_impls", dict(registry._impls))
     registry.register("forward", grad=False)(lambda q, k, v, *, causal, scale: q.detach())
     given = tensors(device)
@@ -407,7 +407,7 @@ def test_who_has_no_gradient_is_told_of_each(device, which, monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"return_lse": True}], ids=str)
 def test_a_second_derivative_is_right_or_refused(device, options):
-    """By auto, too: as the reference has it, or an error that names the reference; never a zero."""
+    """Auto's second derivative is the reference's, or an error that names it; never a zero."""
     q, k, v = (x.requires_grad_() for x in tensors(device))
 
     def second(**how):
@@ -424,7 +424,7 @@ def test_a_second_derivative_is_right_or_refused(device, options):
 
 
 def test_precision_reaches_the_kernels(device):
-    """Every precision that is known is one of the kernels', near enough to the definition."""
+    """Kernels take bf16x6, tf32x3 and ieee, and agree with the reference under each."""
     q, k, v = tensors(device)
     exact = attention(q, k, v, impl="reference")
     for precision in ("bf16x6", "tf32x3", "ieee"):
@@ -433,7 +433,7 @@ def test_precision_reaches_the_kernels(device):
 
 @pytest.mark.parametrize("name", ["hopper", "triton", "tiled", "sdpa", "reference"])
 def test_auto_takes_the_same_options_everywhere(device, name, monkeypatch):
-    """Whomever it chooses, on whatever device, takes any precision and order, or ignores it."""
+    """Whatever auto chooses takes, or ignores, ``precision`` and ``deterministic``."""
     chosen = {name for names in api.FASTEST_FIRST.values() for name in names}
     assert chosen == {"hopper", "triton", "tiled", "sdpa", "reference"}
     given, how = tensors(device, head_dim=64), {"precision": "ieee", "deterministic": False}
@@ -442,7 +442,7 @@ def test_auto_takes_the_same_options_everywhere(device, name, monkeypatch):
         return
     monkeypatch.setattr(api, "_PLANS", {})
     monkeypatch.setattr(api, "FASTEST_FIRST", {device.type: (name,)})
-    mask = {"window": (5, 5)} if name == "tiled" else {}  # without one it leaves a CPU to others
+    mask = {"window": (5, 5)} if name == "tiled" else {}  # else not the fastest on a CPU
     torch.testing.assert_close(attention(*given, **how, **mask), attention(*given, **mask))
 
 
@@ -460,7 +460,7 @@ BAD = {
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "sdpa"])
 @pytest.mark.parametrize("words", BAD)
 def test_bad_keywords(device, name, words):
-    """A bad value is refused by whomever is asked, after a good one of its like, too."""
+    """Every implementation refuses a bad value, even after a good one that compares equal."""
     given = tensors(device)
     attention(*given, impl=name, scale=1)
     for value in BAD[words]:
@@ -484,7 +484,7 @@ def test_bad_keywords(device, name, words):
     ],
 )
 def test_unknown_keywords(device, options, words):
-    """An argument that nobody knows is refused with the one to use, or what there is."""
+    """An unknown argument is refused; the message names what to use, or what there is."""
     for name in ("auto", "sdpa", "reference", "triton"):
         with pytest.raises(TypeError, match=words):
             attention(*tensors(device), impl=name, **options)
@@ -511,14 +511,14 @@ def test_unknown_keywords(device, options, words):
 )
 @pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
 def test_bad_tensors(name, change, words, device):
-    """Tensors that do not fit each other are refused by name before anything runs."""
+    """Tensors that do not fit together are refused by name before anything runs."""
     with pytest.raises(ValueError, match=words):
         attention(*change(*tensors(device)), impl=name)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_is_refused(device):
-    """Though it is a plain tensor, and says of no shape that it has one."""
+    """A nested tensor is refused, though its type is torch.Tensor and it has no shape."""
     ragged = torch.nested.nested_tensor([torch.ones(2, 3, 8), torch.ones(2, 4, 8)], device=device)
     with pytest.raises(ValueError, match=r"q: wanted a dense .* got nested"):
         attention(ragged, ragged, ragged)
@@ -532,7 +532,7 @@ def test_public_names():
 
 @pytest.fixture(params=[False, True], ids=["own_lengths", "any_length"])
 def prepared(request, monkeypatch):
-    """Return the options with which an implementation, "prepares", was asked to prepare."""
+    """Register an implementation, "prepares"; return the options of each of its plans."""
     asked = []
 
     def prepare(*inputs, **options):
@@ -546,7 +546,7 @@ def prepared(request, monkeypatch):
 
 
 def known(monkeypatch, impl):
-    """Register an implementation, and forget what was asked before."""
+    """Register an implementation and drop all plans."""
     monkeypatch.setattr(api, "_PLANS", {})
     monkeypatch.setattr(api, "_PREPARERS", {})
     monkeypatch.setattr(registry, "_impls", registry._impls | {impl.name: impl})
@@ -582,7 +582,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_plan_is_repeated_only_for_its_like(device, prepared, change):
-    """What was prepared answers the like of its arguments again, and nothing else."""
+    """A plan is reused for tensors and options of the same signature, and for no others."""
     given = tensors(device)
     like = tuple(x.clone() for x in given)
     first = attention(*given, impl="prepares")
@@ -598,7 +598,7 @@ def test_a_plan_is_repeated_only_for_its_like(device, prepared, change):
 
 @pytest.mark.parametrize("options", [({"own": 1}, {"own": True}), ({"a": 1}, {"b": 1})])
 def test_options_are_told_apart(device, prepared, options):
-    """By name, kind and value; one that may hold on to memory is prepared each time."""
+    """Plans differ by an option's name, type and value; a call with a tensor keeps no plan."""
     given = tensors(device)
     for asked in options * 2:
         attention(*given, impl="prepares", **asked)
@@ -613,7 +613,7 @@ def test_options_are_told_apart(device, prepared, options):
 
 @pytest.mark.parametrize(("any_length", "times"), [(True, 1), (False, 4)])
 def test_limits_that_look_at_no_length(device, monkeypatch, any_length, times):
-    """They are asked once; lengths that do not fit are refused, and those of 0 are asked about."""
+    """Limits of ``any_length`` are checked once for all lengths but 0; bad lengths are refused."""
     asked = []
     able = {"limits": lambda problem, _: asked.append(problem), "any_length": any_length}
 
@@ -653,7 +653,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_plan_is_of_its_settings(device, prepared, setting):
-    """Under other settings of torch, on which a launch depends, it is prepared anew."""
+    """A plan is made again if a setting of torch changes that a launch depends on."""
     given, switch = tensors(device), SETTINGS[setting]
     before = torch.backends.cuda.matmul.fp32_precision
     try:
@@ -667,7 +667,7 @@ def test_a_plan_is_of_its_settings(device, prepared, setting):
 
 
 def test_a_plan_is_of_its_implementation(device, prepared):
-    """Another one of the same name is seen, however alike."""
+    """Another implementation under the same name does not get the old plan."""
     given = tensors(device)
     attention(*given, impl="prepares")
     registry._impls["prepares"] = replace(registry.get("prepares"))
@@ -677,7 +677,7 @@ def test_a_plan_is_of_its_implementation(device, prepared):
 
 
 def test_bad_arguments_are_refused_every_time(device, prepared):
-    """Nothing is prepared for them, nor answered by what was prepared for good ones."""
+    """Bad arguments get neither a new plan nor that of good ones."""
     q, k, v = tensors(device)
     attention(q, k, v, impl="prepares")
     wrong = ((q, k[..., 1:], v), "k: wanted shape"), ((None, k, v), "q: wanted a tensor, got None")
@@ -688,7 +688,7 @@ def test_bad_arguments_are_refused_every_time(device, prepared):
 
 
 def test_who_watches_is_answered_anew(device, prepared):
-    """Under modes, transforms and autocast nothing that was prepared is repeated, nor kept."""
+    """Under modes, transforms, autocast and subclasses, plans are neither reused nor kept."""
     given = tensors(device)
 
     def call(*inputs):
@@ -702,37 +702,37 @@ def test_who_watches_is_answered_anew(device, prepared):
         call(*given)
     call(*(x.as_subclass(Kind) for x in given))
     assert len(prepared) == 5
-    assert len(api._PLANS) == 2  # autocast's is of tensors in its dtype
+    assert len(api._PLANS) == 2  # one is for the tensors that autocast has cast
 
 
 class Shown(TorchDispatchMode):
-    """A mode that looks on."""
+    """A mode that changes nothing."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Go on."""
+        """Call the operator."""
         return func(*args, **kwargs or {})
 
 
 class Kind(torch.Tensor):
-    """A kind of tensors of its own."""
+    """A subclass of tensors."""
 
 
 @OURS
 def test_plans_hold_no_tensors(device, name):
-    """What was prepared keeps neither inputs nor results nor gradients alive."""
+    """A plan keeps no inputs, results or gradients alive."""
     q, k, v = (x.requires_grad_() for x in tensors(device))
     o = attention(q, k, v, impl=name)
     grads = torch.autograd.grad(o.sum(), (q, k, v))
     storages = [weakref.ref(x.untyped_storage()) for x in (q, k, v, o, *grads)]
     del q, k, v, o, grads
-    end = time.monotonic() + 10  # on a GPU autograd's thread may let go later
+    end = time.monotonic() + 10  # on a GPU autograd's thread may release them later
     while any(storage() for storage in storages) and time.monotonic() < end:
         gc.collect()
     assert [storage() for storage in storages] == [None] * 7
 
 
 def test_gradients_after_a_call_without(device):
-    """What is kept of a call that wants no gradient does not answer one that does."""
+    """A plan made without gradients is not reused by a call that wants them."""
     inputs = make_inputs(Problem(heads=2, seq_q=6, head_dim=16), device=device)
     found = []
     for name in ("triton", "reference"):
@@ -748,7 +748,7 @@ def test_gradients_after_a_call_without(device):
 
 
 def test_lengths_share_what_depends_on_none(device, monkeypatch):
-    """Ours are asked once for all lengths, and again where there are keys that no query sees."""
+    """One plan serves all lengths, and another those with keys that no query sees."""
     asked, ours = [], registry.get("triton")
     known(
         monkeypatch, replace(ours, call=lambda *x, **how: asked.append(x) or ours.call(*x, **how))
@@ -762,7 +762,7 @@ def test_lengths_share_what_depends_on_none(device, monkeypatch):
 
 
 def test_plans_are_few(device, monkeypatch):
-    """Lengths that keep changing do not fill the memory."""
+    """The number of kept plans is bounded when shapes keep changing."""
     monkeypatch.setattr(api, "_MOST_PLANS", 3)
     able = {"limits": lambda *_: None, "prepares": True, "any_length": True}
     known(monkeypatch, Impl(name="able", call=lambda *_, **__: lambda q, *_: (q, None), **able))

@@ -41,7 +41,7 @@ def test_forward_and_saved_lse(function, is_causal, device):
 @BOTH
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_backward(function, is_causal, device):
-    """Its gradients are those of naive attention, and is_causal gets none."""
+    """The gradients are those of the reference, and is_causal gets none."""
     (q, k, v), grad_o = inputs(device)
     got = torch.autograd.grad(function.apply(q, k, v, is_causal), (q, k, v), grad_o)
     mask = Mask.of(is_causal)
@@ -52,7 +52,7 @@ def test_backward(function, is_causal, device):
 
 @BOTH
 def test_is_not_causal_by_default(function, device):
-    """The mask is asked for, never assumed."""
+    """``is_causal`` is False by default."""
     (q, k, v), _ = inputs(device)
     assert torch.equal(function.apply(q, k, v), function.apply(q, k, v, False))
     assert not torch.equal(function.apply(q, k, v), function.apply(q, k, v, True))

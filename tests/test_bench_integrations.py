@@ -1,4 +1,4 @@
-"""``bench_integrations`` times steps whose gradients are right, and gives reasons for others."""
+"""``bench_integrations`` times steps with right gradients and gives reasons for others."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PLAIN = "bench_step and Llama and plain"
 
 @pytest.fixture
 def bench(pytester, monkeypatch, laid_out):
-    """Return what runs the smoke sweep in a folder of its own, and returns the rows by name."""
+    """Return a function that runs the smoke sweep in its own folder and returns rows by name."""
     laid_out("benchmarks/bench_integrations.py")
     monkeypatch.setattr(timing.HostTime, "BATCH", 1)
-    for interface in (AttentionInterface, drop_in.AttentionMaskInterface):  # as they were
+    for interface in (AttentionInterface, drop_in.AttentionMaskInterface):  # put back later
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
 
     def run(which, *arguments):
@@ -37,7 +37,7 @@ def bench(pytester, monkeypatch, laid_out):
 
 
 def test_every_kind_is_timed(bench, device):
-    """Calls and steps are rows; interpreted kernels are no speed."""
+    """Calls and steps are rows; interpreted kernels are not timed."""
     rows = bench("plain and Llama or forward and not backward")
     assert len(rows) == 9
     timed = {case: row["status"] for case, row in rows.items()}
@@ -45,7 +45,7 @@ def test_every_kind_is_timed(bench, device):
         activated = timed.pop((part, "sdpa, activated"))
         assert activated == ("ok" if device.type == "cuda" else "unsupported")
         assert rows[part, "attention"]["part"] == part
-    timed.pop(("device", "sdpa"))  # which may miss the budget
+    timed.pop(("device", "sdpa"))  # it may miss the budget
     assert set(timed.values()) == {"ok"}
     assert rows["device", "attention"]["same_bits"]
     assert rows["host", "attention"]["clock"] == timing.HostTime.tells
@@ -53,7 +53,7 @@ def test_every_kind_is_timed(bench, device):
 
 
 def test_wrong_gradients_and_broken_peers(bench, monkeypatch):
-    """Ours fails the run; a peer that raises is an expected failure, a row with its reason."""
+    """Ours with wrong gradients fails; a peer that raises is an expected failure; rows say why."""
 
     def broken(*_, **__):
         raise RuntimeError("no luck")
@@ -71,7 +71,7 @@ def test_wrong_gradients_and_broken_peers(bench, monkeypatch):
 
 
 def test_without_transformers(bench, monkeypatch):
-    """Steps are unsupported rows."""
+    """Without transformers, steps are unsupported rows and calls are timed."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     rows = bench("bench_step and Llama and plain or bench_host and attention")
     assert rows["step", "fattn"]["status"] == "unsupported"

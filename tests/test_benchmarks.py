@@ -1,4 +1,4 @@
-"""``pytest benchmarks`` from end to end, on implementations made to behave, or not to."""
+"""``pytest benchmarks`` end to end, on implementations that behave and some that do not."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from flashattn.testing import plugin_file
 ROOT = Path(__file__).parents[1]
 FOLDER = accelerator(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 ONE = ("-k", "q64 and full")  # one problem in three passes
-WARM_UP = timing.WARM_UP  # as it is but for the tests
+WARM_UP = timing.WARM_UP  # before ``laid_out`` replaces it
 reference, naive = map(registry.get, ("reference", "naive"))
 
 
 def good(q, k, v, **options):
-    """Answer as the definition does."""
+    """Compute attention by the reference."""
     return reference.call(q, k, v, **options)[0]
 
 
 def wrong(q, k, v, **options):
-    """Answer wrongly in the last head alone, by a factor of one part in a thousand."""
+    """Compute attention with the last head alone off by a factor of 1.001."""
     o = good(q, k, v, **options)
     return torch.cat([o[:, :-1], o[:, -1:] * 1.001], dim=1)
 
 
 def hungry(q, k, v, **options):
-    """Run out of memory with an intermediate in hand, which must not outlive the case."""
+    """Run out of memory holding an intermediate tensor, which must not outlive the case."""
     assert not any(x() is not None for x in held), "the last case's tensors are still there"
     intermediate = good(q, k, v, **options)
     held.append(ref(intermediate))
@@ -67,18 +67,18 @@ def bench(pytester, monkeypatch, laid_out):
 
 
 def made_impl(name, call=good, *, reason=None, compiles=False):
-    """Return an implementation that gives ``reason`` for doing nothing, or does everything."""
+    """Return an implementation that refuses all problems for ``reason``, or takes all."""
     limits = lambda problem, device: reason  # noqa: E731
     return registry.Impl(name=name, call=call, limits=limits, compiles=compiles)
 
 
 def kept(pytester):
-    """Return the paths of the runs that were kept."""
+    """Return the paths of the kept runs."""
     return sorted((pytester.path / ".benchmarks").glob("**/*.json"))
 
 
 def journal(pytester):
-    """Return the path of the run that is not finished."""
+    """Return the path of the unfinished run."""
     (path,) = (pytester.path / ".benchmarks" / FOLDER).glob("unfinished-*.jsonl")
     return path
 
@@ -86,7 +86,7 @@ def journal(pytester):
 def test_green_run_is_kept_with_all_it_takes(bench, pytester, monkeypatch):
     """A green run leaves one file: statistics, facts, roofs, reasons; no sample, host or path.
 
-    What ran out of memory, would compile or was interpreted is a row with a reason.
+    A case that runs out of memory, would compile or is interpreted is a row with a reason.
     """
     impls = {
         "good": good,
@@ -96,7 +96,7 @@ def test_green_run_is_kept_with_all_it_takes(bench, pytester, monkeypatch):
     }
     if os.environ.get("TRITON_INTERPRET") == "1":
         impls["mine"] = made_impl("mine", registry.get("triton"))
-    # Nothing is compiled, and torch's compiler cannot be imported again once pytester forgot it.
+    # Nothing is compiled, and torch's compiler cannot be imported again after pytester drops it.
     monkeypatch.setattr(torch.compiler, "reset", lambda: None)
     result = bench(impls, *ONE)
     result.assert_outcomes(passed=3, skipped=3 * len(impls) - 3)
@@ -126,7 +126,7 @@ def test_green_run_is_kept_with_all_it_takes(bench, pytester, monkeypatch):
     for secret in (platform.node(), str(pytester.path), str(ROOT), str(Path.home()) + "/"):
         assert secret not in path.read_text()
     result.stdout.no_fnmatch_line("*Name (time in *")  # the plugin's own table
-    # pytest's own progress, of which a share of all cases would say nothing about the time left.
+    # pytest's percentage of cases says nothing about the time left.
     result.stdout.no_re_match_line(r".*bench_flash\.py.*%\]|.*\r")
     result.stdout.fnmatch_lines(
         [
@@ -136,13 +136,13 @@ def test_green_run_is_kept_with_all_it_takes(bench, pytester, monkeypatch):
         ]
     )
     bench({"limited": impls["limited"]}, *ONE).assert_outcomes(skipped=3)
-    assert kept(pytester) == [path]  # a run without a number
+    assert kept(pytester) == [path]  # a run without measurements is not kept
 
 
 def test_wrong_result_is_neither_timed_nor_kept(bench, pytester):
-    """One head wrong by a thousandth fails without a sample, disabled or not, and is not kept."""
+    """One head off by 0.1% fails untimed, with timing disabled or not, and is not kept."""
     result = bench({"good": good, "wrong": wrong}, *ONE)
-    result.assert_outcomes(passed=3, failed=3)  # and no error besides
+    result.assert_outcomes(passed=3, failed=3)  # and no errors
     assert kept(pytester) == []
     rows = load(journal(pytester)).rows
     assert {(r["impl"], r["status"], bool(r["samples"])) for r in rows} == {
@@ -153,21 +153,21 @@ def test_wrong_result_is_neither_timed_nor_kept(bench, pytester):
     disabled = bench({"good": good, "wrong": wrong}, *ONE, "--benchmark-disable")
     disabled.assert_outcomes(passed=3, failed=3)
     assert kept(pytester) == []
-    assert load(journal(pytester)).rows == rows  # the only one: what is not timed is no row
+    assert load(journal(pytester)).rows == rows  # the only journal: untimed cases are no rows
 
 
 def angry(q, k, v, **options):
-    """Raise with an intermediate in hand, which must be gone when others are timed."""
+    """Raise holding an intermediate tensor, which must be gone when others are timed."""
     intermediate = good(q, k, v, **options)
     held.append(ref(intermediate))
     raise ValueError("no such luck")
 
 
 def test_fast_implementations_take_turns(bench, pytester, monkeypatch):
-    """Where a clock allows it: as many samples each, in drawn orders; what one raises is its own.
+    """If the clock allows it, calls take turns: in random orders, with as many samples each.
 
-    Slow ones are timed alone, and so is what has no memory beside others. A run that is stopped
-    goes on with those that are left.
+    An error fails only the implementation that raises it. Slow ones, and ones that run out of
+    memory beside others, are timed alone. A resumed run times only those that are left.
     """
     monkeypatch.setattr(timing.HostClock, "takes_turns", True)
     monkeypatch.setattr(timing, "MOST_ROUNDS", 12)
@@ -199,25 +199,25 @@ def test_fast_implementations_take_turns(bench, pytester, monkeypatch):
     assert len(rows["one"]["samples"]) == len(rows["two"]["samples"]) == 12
     assert rows["one"]["samples"] != rows["two"]["samples"]
     turns = [name for name in called if name != "naive"]
-    # Asked whether it is interpreted, verified, warm, timed: once, though one has no memory.
+    # Interpreter check, verification, warm-up, samples: once each, though another had no memory.
     assert len(turns) == 2 * (1 + 1 + 3 + 12)
     turns = turns[-24:]
     pairs = list(zip(turns[::2], turns[1::2], strict=True))
-    assert set(pairs) == {("one", "two"), ("two", "one")}  # a round has each, in either order
+    assert set(pairs) == {("one", "two"), ("two", "one")}  # each round has both, in either order
     assert len(held) == 4
     assert not any(alive), "what one raised holds its tensors"
 
     called.clear()
     left = {"one": named("one"), "wrong": good, "two": named("two"), "three": named("three")}
     bench(left, *forward, "--resume").assert_outcomes(passed=4)
-    assert set(called) == {"three"}  # beside the one that had failed
+    assert set(called) == {"three"}  # and the one that had failed
     (path,) = kept(pytester)
     again = {row["impl"]: (row["status"], row.get("clock")) for row in load(path).rows}
     assert {name: again[name] for name in left} == dict.fromkeys(left, in_turns)
 
 
 def test_slow_implementations_are_left_to_one_study(bench, laid_out, pytester):
-    """bench_flash times them; the others leave them out with a reason."""
+    """Only bench_flash times slow implementations; other studies skip them with a reason."""
     laid_out("benchmarks/bench_masks.py")
     one = "(bench_flash and q64 and full or bench_masks and causal and not window and not docs)"
     bench({"good": good, "naive": good}, "-k", f"{one} and bench_forward and not backward")
@@ -231,7 +231,7 @@ def test_slow_implementations_are_left_to_one_study(bench, laid_out, pytester):
 
 
 def saved(pytester, name, accelerator=FOLDER, *, dirty=False):
-    """Keep a run without cases."""
+    """Save a run without cases."""
     folder = pytester.path / ".benchmarks" / FOLDER
     folder.mkdir(parents=True)
     facts = {"machine_info": {"accelerator": accelerator}, "commit_info": {"dirty": dirty}}
@@ -255,7 +255,7 @@ def saved(pytester, name, accelerator=FOLDER, *, dirty=False):
     ],
 )
 def test_what_cannot_be_done_is_a_usage_error(bench, pytester, arguments, words):
-    """A missing, dirty or foreign baseline, several processes and no part are refused."""
+    """A missing, dirty or foreign baseline, several processes and a bad part are refused."""
     if "compare=0001" in arguments[0]:
         saved(pytester, "0001_x-dirty", dirty=True)
     if "compare=0002" in arguments[0]:
@@ -266,9 +266,9 @@ def test_what_cannot_be_done_is_a_usage_error(bench, pytester, arguments, words)
 
 
 def test_compare_with_what_was_kept(bench, pytester):
-    """Without a clean run there is nothing to compare with; after one each case has a verdict.
+    """Without a clean run there is no baseline; with one, each case has a verdict.
 
-    Unchanged sources are never faster or slower; what was not asked for is not gone.
+    Unchanged sources are never faster or slower; deselected cases are not gone.
     """
     saved(pytester, "0001_x-dirty", dirty=True)
     first = bench({"good": good, "old": good}, *ONE, "--benchmark-compare")
@@ -292,13 +292,13 @@ def test_compare_with_what_was_kept(bench, pytester):
 
 @pytest.mark.alone
 def test_a_limit_fails_what_is_beyond_the_noise(bench, pytester, monkeypatch):
-    """A regression is a failed test in a sentence, which JUnit counts, and is no baseline.
+    """A regression is a failed test with one line of reason; JUnit counts it; it is not kept.
 
-    A limit inside the noise fails nobody and has a status of its own.
+    A limit inside the noise fails no test and has its own exit status.
     """
     monkeypatch.setattr(timing, "WARM_UP", WARM_UP)
     mine = pytester.makepyfile(mine=MINE.partition('@register("deadly"')[0])
-    # Not backward: an own kernel's sleep is in the forward pass.
+    # Not backward: the kernel sleeps in its forward pass.
     case = ("-k", "q64 and full and (quick or naive) and not bench_backward")
     compare = ("--benchmark-compare", "--junit-xml=junit.xml")
 
@@ -316,7 +316,7 @@ def test_a_limit_fails_what_is_beyond_the_noise(bench, pytester, monkeypatch):
     mine.write_text(mine.read_text().replace("    return answer(q", slow))
     for _ in range(3):
         result = run(*compare, "--benchmark-compare-fail=median:900%")
-        if result.ret != EXIT_INSIDE_NOISE:  # as on a host that is busy with something else
+        if result.ret != EXIT_INSIDE_NOISE:  # else the host is busy with something else
             break
         for path in {*kept(pytester)} - {*before}:
             path.unlink()
@@ -331,8 +331,8 @@ def test_a_limit_fails_what_is_beyond_the_noise(bench, pytester, monkeypatch):
 
 
 def test_nothing_can_be_written(bench, pytester, monkeypatch):
-    """In a read-only checkout without git the run is kept in a folder that a sentence names."""
-    (pytester.path / ".benchmarks").touch()  # no folder can be made in a file, by root neither
+    """In a read-only checkout without git, the run is kept in another folder, which is named."""
+    (pytester.path / ".benchmarks").touch()  # not even root can make a folder in a file
     (pytester.path / ".pytest_cache").touch()
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("tempfile.tempdir", str(pytester.mkdir("scratch")))
@@ -392,12 +392,12 @@ timing.WARM_UP = 0.0
 
 
 def rows_of(path):
-    """Return what a run has of each case: its status and its samples."""
+    """Return the status and the seconds of each case of a run."""
     return {row["name"]: (row["status"], row.get("seconds")) for row in load(path).rows}
 
 
 def test_a_killed_run_goes_on(bench, pytester):
-    """After SIGKILL all that was measured is on disk; --resume keeps it and measures the rest."""
+    """After SIGKILL all measurements are on disk; --resume keeps them and measures the rest."""
     bench({"good": good}, "--collect-only")  # lays out the folder
     pytester.makepyfile(mine=LESS + MINE)
     two = ("-k", "q64 and full and (quick or deadly)")
@@ -410,7 +410,7 @@ def test_a_killed_run_goes_on(bench, pytester):
     assert kept(pytester) == []
     resumed = bench({"good": good}, *command, "--resume")
     resumed.assert_outcomes(passed=6)
-    resumed.stdout.no_fnmatch_line("*conforms*")  # which tests say, not benchmarks
+    resumed.stdout.no_fnmatch_line("*conforms*")  # only tests say that
     (path,) = kept(pytester)
     found = rows_of(path)
     assert len(found) == 6
@@ -419,7 +419,7 @@ def test_a_killed_run_goes_on(bench, pytester):
 
 
 def test_own_kernels_stand_beside_the_peers(bench, laid_out, pytester):
-    """A file alone is timed beside the usual peers and a sweep's own; with others, beside those."""
+    """A file alone is timed beside the default peers and the sweep's, else beside those named."""
     laid_out("benchmarks/bench_attention.py")
     pytester.makepyfile(mine=MINE, other=MINE)
 
@@ -443,7 +443,7 @@ def test_own_kernels_stand_beside_the_peers(bench, laid_out, pytester):
 
 
 def test_other_code_is_not_resumed(bench, pytester):
-    """What was left by other code is not mixed with this one's: a usage error that says so."""
+    """--resume refuses an unfinished run of other sources with a usage error."""
     bench({"good": good, "wrong": wrong}, *ONE).assert_outcomes(passed=3, failed=3)
     with (pytester.path / "benchmarks" / "bench_flash.py").open("a") as file:
         file.write("# changed\n")
@@ -453,7 +453,7 @@ def test_other_code_is_not_resumed(bench, pytester):
 
 
 def test_parts_make_a_whole(bench, laid_out):
-    """Each case is in one part; what is compared in it are neighbours, in the same part."""
+    """Each case is in one part; cases that are compared are neighbours in the same part."""
     laid_out("benchmarks/bench_integrations.py", "benchmarks/bench_attention.py")
 
     def names(*arguments):
@@ -466,7 +466,7 @@ def test_parts_make_a_whole(bench, laid_out):
         impls = [name for name in part if "bench_flash.py" in name]
         assert impls
         assert [name.replace("-a]", "-b]") for name in impls[::2]] == impls[1::2]
-        # Attentions of a model's step.
+        # All attentions of a model's step, or none.
         assert sum("bench_step[tiny Llama-plain" in name for name in part) in (0, 3)
         grid = [name for name in part if "bench_attention.py" in name]
         points = [re.sub("-(naive|sdpa|tiled|triton)-", "-", name) for name in grid]

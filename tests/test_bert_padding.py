@@ -1,4 +1,4 @@
-"""flash-attn's bert_padding: what is unpadded is packed, and goes back where it was."""
+"""flash-attn's bert_padding: unpadding packs the tokens, and padding puts them back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNUSED = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0]])
 
 
 def test_there_and_back(device):
-    """Tokens are those that the mask shows, in order; back they are 0 elsewhere, also gradients."""
+    """Unpadding takes the mask's tokens in order; padding gives 0 elsewhere, also gradients."""
     shown = SHOWN.to(device)
     x = torch.randn(3, 4, 2, 5, device=device, requires_grad=True)
     tokens, indices, cu_seqlens, longest, used = unpad_input(x, shown)
@@ -33,7 +33,7 @@ def test_there_and_back(device):
 
 
 def test_tokens_that_are_not_used(device):
-    """They are kept and counted among the lengths, and not among those used."""
+    """Unused tokens are kept and count in the lengths, but not among those used."""
     shown, unused = SHOWN.to(device), UNUSED.to(device)
     x = torch.arange(12.0, device=device).view(3, 4, 1)
     tokens, indices, cu_seqlens, longest, used = unpad_input(x, shown, unused)
@@ -43,7 +43,7 @@ def test_tokens_that_are_not_used(device):
 
 
 def test_rows(device):
-    """The first dimension alone is indexed."""
+    """Only the first dimension is indexed."""
     x, rows = torch.arange(6.0, device=device).view(3, 2), torch.tensor([2, 0], device=device)
     assert index_first_axis(x, rows).tolist() == [[4, 5], [0, 1]]
     assert index_put_first_axis(x[:2], rows, 4).tolist() == [[2, 3], [0, 0], [0, 1], [0, 0]]

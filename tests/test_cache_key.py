@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-# Each kernel, as a launch asks for it: in an order in one process, in the reverse in another.
+# The key of each kernel, as a launch asks for it: in reverse order in the child process.
 KEYS = """
 import os
 from flashattn.kernels.cache_key import with_stable_key
@@ -25,7 +25,7 @@ if child:
 
 
 def test_keys_do_not_depend_on_the_order():
-    """Whichever kernel a process launches first, it finds what another has compiled."""
+    """A process finds what others have compiled, whichever kernel it launches first."""
     found = subprocess.run(
         [sys.executable, "-c", KEYS],
         env=os.environ | {"TRITON_INTERPRET": "0"},

@@ -1,4 +1,4 @@
-"""What was proved is left out until something that it concerns changes, and in its turn."""
+"""A proof that has passed is left out until something changes that it depends on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BUGS = [f"bug{i}" for i in range(20)]
 
 @pytest.fixture
 def lay_out(pytester, monkeypatch):
-    """Return what runs proofs of bugs, in a turn, and returns who passed; -1 is nobody's turn."""
+    """Return a function that runs proofs of bugs in a turn (-1: none) and returns what passed."""
     for path in (*caught.JUDGES, caught.RECORD, "source/deep/a.py"):
         (pytester.path / path).parent.mkdir(parents=True, exist_ok=True)
     for path in (*caught.JUDGES, "source/deep/a.py", *(f"{bug}.txt" for bug in (*BUGS, "unseen"))):
@@ -51,12 +51,12 @@ def lay_out(pytester, monkeypatch):
 
 
 def tests_of(bugs):
-    """Return who passes if these bugs are asked for."""
+    """Return the tests that pass if these bugs are run."""
     return {"test_whole", *(f"test_bug[{bug}]" for bug in bugs)}
 
 
 def test_what_was_caught_is_left_out(lay_out, pytester):
-    """Until its own file, one in its folder, that of the tests or a judge changes."""
+    """A caught bug is left out until its files, its text, its tests or a judge change."""
     assert lay_out() == tests_of(BUGS)
     assert lay_out(turn=-1) == tests_of(BUGS), "nothing is recorded unless asked for"
     assert lay_out("--record-caught") == tests_of(BUGS)
@@ -76,15 +76,15 @@ def test_what_was_caught_is_left_out(lay_out, pytester):
 
 
 def test_each_has_its_turn(lay_out):
-    """Every commit proves about one in eight again; eight turns prove all."""
+    """Each commit proves about one bug in eight again; eight turns prove all."""
     lay_out("--record-caught")
     turns = [lay_out(turn=turn) for turn in range(caught.TURNS)]
     assert set.union(*turns) == tests_of(BUGS)
-    assert sum(map(len, turns)) == len(BUGS) + caught.TURNS  # the whole is always proved
+    assert sum(map(len, turns)) == len(BUGS) + caught.TURNS  # ``test_whole`` always runs
 
 
 def test_what_fails_is_not_recorded(lay_out, pytester):
-    """Nor is what was recorded before forgotten."""
+    """A failure is not recorded, and does not erase what was recorded before."""
     lay_out("--record-caught")
     assert lay_out("--record-caught", bugs=[*BUGS[:2], "unseen"]) == tests_of(BUGS[:2])
     known = json.loads((pytester.path / caught.RECORD).read_text())
@@ -96,5 +96,5 @@ def test_what_fails_is_not_recorded(lay_out, pytester):
 
 
 def test_turns_without_git(tmp_path):
-    """There one is fixed."""
+    """Without git the turn is 0."""
     assert caught._turn(tmp_path) == 0

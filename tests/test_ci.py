@@ -1,4 +1,4 @@
-"""What continuous integration makes of the gate's word."""
+"""How continuous integration treats the exit status of the gate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GATE = ("bash", ".ci/gate", "--gate-rounds=40")
 
 @pytest.fixture
 def checkout(tmp_path):
-    """Return a folder with the script, and a pytest that says how it was called and ends so."""
+    """Return a folder with the script and a pytest that prints its arguments and exits."""
     folder, programs = tmp_path / "checkout", tmp_path / "programs"
     (folder / ".ci").mkdir(parents=True)
     programs.mkdir()
@@ -26,7 +26,7 @@ def checkout(tmp_path):
 
 
 def run(folder, status=0, **settings):
-    """Return how a script ends, and what it says."""
+    """Return the exit status and the output of the script."""
     path = f"{folder.parent / 'programs'}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "STATUS": str(status)} | settings
     done = subprocess.run(
@@ -36,7 +36,7 @@ def run(folder, status=0, **settings):
 
 
 def commit(folder):
-    """Commit nothing."""
+    """Make an empty commit."""
     who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
     for words in (["init", "--quiet"], ["commit", "--quiet", "--allow-empty", "--message=nothing"]):
         subprocess.run(["git", "-C", str(folder), *who, *words], check=True)  # noqa: S607
@@ -55,9 +55,9 @@ def commit(folder):
     ],
 )
 def test_what_is_open_is_told_and_fails_nobody(checkout, status, ends, github, said):
-    """AMBIGUOUS and UNPROVEN are green with a sentence; SLOWER, a blind gate and errors are red.
+    """AMBIGUOUS and UNPROVEN pass with a message; SLOWER, a blind gate and errors fail.
 
-    On GitHub the sentence is an annotation of the run.
+    On GitHub the message is an annotation of the run.
     """
     ended, output = run(checkout, status, GITHUB_ACTIONS=github)
     assert ended == ends
@@ -66,7 +66,7 @@ def test_what_is_open_is_told_and_fails_nobody(checkout, status, ends, github, s
 
 
 def test_the_parent_is_what_a_commit_is_held_against(checkout):
-    """Where there is a parent commit the gate compares with it, and tests itself."""
+    """If there is a parent commit, the gate compares with it and runs its self-test."""
     commit(checkout)
     commit(checkout)
     assert run(checkout)[1] == (
@@ -76,7 +76,7 @@ def test_the_parent_is_what_a_commit_is_held_against(checkout):
 
 @pytest.mark.parametrize("tree", ["exported", "inside-another", "shallow"])
 def test_without_a_parent_the_gate_tests_itself(checkout, tree):
-    """Without a parent, or with none but another repository's, a sentence says what is left out."""
+    """Without a parent in this repository, a message says that only the self-test runs."""
     if tree == "inside-another":
         commit(checkout.parent)
         commit(checkout.parent)

@@ -1,4 +1,4 @@
-"""Claims: clauses as flags, sentences for what is not claimed, and problems that fit."""
+"""Claims: flags, reasons for what is not claimed, and problems that fit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLAGS = (
 
 @pytest.mark.parametrize("scale", [None, 2.0**-64, 2.0**-65, 0.0, -1.0])
 def test_scales(scale):
-    """Some take no scale that is not positive, or below 2^-64."""
+    """Without ``any_scale`` a scale must be at least 2^-64."""
     assert Claims().takes_scale(scale)
     assert Claims(any_scale=False).takes_scale(scale) == (scale in (None, 2.0**-64))
 
@@ -63,7 +63,7 @@ def test_scales(scale):
     ],
 )
 def test_sentences(claims, problem, words):
-    """What a problem needs and is not claimed is a sentence; one who claims it has none."""
+    """A problem that needs what is not claimed gets a reason; a claimed one gets none."""
     with pytest.raises(AssertionError, match=words):
         assert not Claims(**claims).unclaimed(Problem(**problem), CPU)
     assert CLAIMED.unclaimed(Problem(**problem), CPU) is None
@@ -83,7 +83,7 @@ def test_sentences(claims, problem, words):
     head_dims=st.sampled_from((None, (64, 128), range(8, 17, 8))),
 )
 def test_a_fitted_problem_is_claimed(problem, flags, dtypes, head_dims):
-    """Whatever is claimed, any problem has one near it that is; a claimed one is its own."""
+    """``fit`` turns any problem into a claimed one, and keeps one that is claimed already."""
     claims = Claims(**flags, dtypes=dtypes, head_dims=head_dims)
     fitted = claims.fit(problem)
     assert claims.unclaimed(fitted, CPU) is None

@@ -1,4 +1,4 @@
-"""Two runs side by side: a verdict in a word for every case, and what limits make of it."""
+"""Comparing two runs: a verdict for every case, and limits that fail cases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OURS = ("triton", "hopper")
 
 
 def row(seconds=1.0, status="ok", name="a", **facts):
-    """Return a case of ours."""
+    """Return the row of one case."""
     timed = {"seconds": seconds, "rounds": 20} if status == "ok" else {}
     return {"study": "flash", "name": name, "status": status, "reason": None} | timed | facts
 
@@ -29,7 +29,7 @@ def run(*rows, machine="nvidia-h200", sources=None, torch="2.11", made="2026-01-
 
 
 def verdict(before, after):
-    """Return what is said about the one case of two runs."""
+    """Return the verdict on the only case of two runs."""
     (change,) = compare(run(*before), run(*after))
     return change.verdict
 
@@ -58,21 +58,21 @@ def verdict(before, after):
     ],
 )
 def test_verdict_without_controls(before, after, wanted):
-    """Without controls ten percent differ, if the middle halves of the samples are narrow."""
+    """Without controls a verdict needs 10%, and twice the interquartile range of the samples."""
     assert verdict(before, after) == wanted
 
 
 def made(seed, *, spread=0.007, tail=0.02, machine=1.0, slower=1.0, sources=None, **how):
-    """Make a run: 24 problems in two passes by all, as a GPU that others use times them.
+    """Make a run as timed on a shared GPU: 24 problems, two passes, all implementations.
 
     Args:
-        seed: of the noise.
-        spread: of the logarithm of a case's median from run to run.
-        tail: share of the cases that are off by four times as much.
+        seed: seed of the noise.
+        spread: standard deviation of the logarithm of a case's median between runs.
+        tail: fraction of the cases that have four times that spread.
         machine: factor on all times.
-        slower: factor on ours.
+        slower: factor on the times of ours.
         sources: digest of the code.
-        how: facts of the run.
+        how: further facts of the run.
     """
     draw, rows = random.Random(seed), []  # noqa: S311
     for step in ("forward", "backward"):
@@ -89,14 +89,14 @@ def made(seed, *, spread=0.007, tail=0.02, machine=1.0, slower=1.0, sources=None
 
 
 def verdicts(before, after):
-    """Return the verdicts of the cases that are ours."""
+    """Return the verdicts of all cases that are not controls."""
     return [c.verdict for c in compare(before, after) if c.verdict != "control"]
 
 
 @pytest.mark.parametrize("machine", [1.0, 1.2, 0.7])
 @pytest.mark.parametrize("spread", [0.007, 0.02, 0.1, 0.3])
 def test_unchanged_kernels_have_no_verdict(spread, machine):
-    """Of ten runs under another digest no case is faster or slower, however fast the machine is."""
+    """If only the digest changes, no case is faster or slower, however fast the machine is."""
     first = made(0, spread=spread, sources="a")
     for seed in range(1, 11):
         again = made(seed, spread=spread, machine=machine, sources="b")
@@ -105,7 +105,7 @@ def test_unchanged_kernels_have_no_verdict(spread, machine):
 
 @pytest.mark.parametrize(("slower", "wanted"), [(1.30, "slower"), (1 / 1.30, "faster")])
 def test_a_change_beyond_the_noise_is_seen(slower, wanted):
-    """Thirty percent are seen in nine of ten cases, on a machine that is faster by a fifth."""
+    """A change of 30% is seen in nine of ten cases, on a machine that is a fifth faster."""
     for seed in range(10):
         before = made(0, sources="a")
         after = made(seed + 1, machine=0.8, slower=slower, sources="b")
@@ -115,7 +115,7 @@ def test_a_change_beyond_the_noise_is_seen(slower, wanted):
 
 
 def test_a_smaller_change_is_seen_in_all_cases_together():
-    """Ten percent are seen of an implementation's pass; of unchanged ones nothing is said."""
+    """A change of 10% is seen over all cases of a pass; without a change nothing is reported."""
     for seed in range(1, 11):
         before = made(0, spread=0.03, sources="a")
         after = made(seed, spread=0.03, machine=1.2, slower=1.10, sources="b")
@@ -128,7 +128,7 @@ def test_a_smaller_change_is_seen_in_all_cases_together():
 
 
 def test_a_control_is_not_compared_with_itself():
-    """Where two of four controls moved by 22%, the 40% of ours are noise."""
+    """If two of four controls moved by 22%, a change of ours by 40% is noise."""
 
     def of(*times):
         facts = {"pass": "forward", "clock": "device time"}
@@ -140,7 +140,7 @@ def test_a_control_is_not_compared_with_itself():
 
 
 def test_the_same_sources_are_never_faster_or_slower():
-    """Runs of one digest differ by noise alone, whose size is in a sentence."""
+    """Runs of the same sources differ by noise alone, and the summary says so."""
     before, after = made(0, sources="a"), made(1, slower=2.0, sources="a")
     changes = compare(before, after)
     assert {change.verdict for change in changes} == {"same"}
@@ -151,7 +151,7 @@ def test_the_same_sources_are_never_faster_or_slower():
 
 
 def test_each_row_remembers_its_sources():
-    """In a merged baseline only rows of the same sources are sure to be unchanged."""
+    """In a merged baseline, only rows of the same sources count as unchanged."""
     old = made(0, sources="a")
     new = run(row(name="own"), sources="b", made="2026-02-01")
     after = run(row(9.0, name="own"), *made(1, slower=2.0).rows, sources="b")
@@ -173,7 +173,7 @@ def test_each_row_remembers_its_sources():
     ],
 )
 def test_controls_are_the_peers_attention(facts, control):
-    """A peer outside of our own code is a control, unless torch is another."""
+    """A peer outside our own code is a control, unless the version of torch differs."""
     before, after = run(row(**facts)), run(row(2.0, **facts))
     assert (compare(before, after)[0].verdict == "control") is control
     other = replace(after, machine=after.machine | {"torch": "2.12"})
@@ -181,7 +181,7 @@ def test_controls_are_the_peers_attention(facts, control):
 
 
 def test_a_busy_machine_has_no_verdict():
-    """Where unchanged code varies by more than double, no time, however long, is the code's."""
+    """If unchanged code varies by more than a factor of two, no case is slower, however long."""
     for spread, wanted in ((0.5, "same"), (0.01, "slower")):
         before = made(0, spread=spread, sources="a")
         after = made(1, spread=spread, slower=1e9, sources="b")
@@ -190,7 +190,7 @@ def test_a_busy_machine_has_no_verdict():
 
 @pytest.mark.parametrize(("unsteady", "wanted"), [(9, "same"), (3, "slower")])
 def test_most_controls_say_how_steady_a_machine_is(unsteady, wanted):
-    """Unsteady controls do not count among steady ones, and are the machine where they are most."""
+    """Steady controls set the noise, unless most controls are unsteady."""
     before = [row(name=f"{n}", impl="sdpa", q1=0.99, q3=1.01) for n in range(12)]
     after = [row(1.4, name=f"{n}", impl="sdpa", q1=1.0, q3=2.0) for n in range(unsteady // 2)]
     after += [
@@ -202,7 +202,7 @@ def test_most_controls_say_how_steady_a_machine_is(unsteady, wanted):
 
 
 def test_every_case_is_told_once():
-    """The cases are those of either run, of two studies with one name too, gone ones last."""
+    """Every case of either run is compared once, by study and name; gone cases come last."""
     before = run(row(name="gone"), row(name="a"), row(name="a", study="lm"))
     after = run(row(2.0, name="new"), row(2.0, name="a"), row(0.5, name="a", study="lm"))
     told = [(*change.case, change.ratio) for change in compare(before, after)]
@@ -215,7 +215,7 @@ def test_every_case_is_told_once():
 
 
 def test_summary_counts_averages_and_names_the_model():
-    """The summary has the verdicts' counts, the ratios' mean, and what the verdicts rest on."""
+    """The summary has the count of each verdict, the mean ratio, and the state of the controls."""
     before = run(*(row(1.0, name=name) for name in "abc"), row(status="oom", name="d"))
     after = run(row(4.0, name="a"), row(1.0, name="b"), row(0.5, name="c"), row(name="d"))
     said = summary(compare(before, after))
@@ -229,7 +229,7 @@ def test_summary_counts_averages_and_names_the_model():
 
 
 def test_report_tells_what_is_not_the_same():
-    """In Markdown the table has what changed, and leaves out what did not."""
+    """The Markdown table leaves out cases that did not change, unless all are asked for."""
     before = run(row(1.0, name="slow"), row(1.0, name="even"), row(status="oom", name="full"))
     text = report(
         before, run(row(2.0, name="slow"), row(name="even"), row(status="oom", name="full"))
@@ -248,15 +248,15 @@ def test_report_tells_what_is_not_the_same():
     [
         ("median:20%", 1.3, True, False),
         ("median:60%", 1.3, False, False),
-        ("median:1%", 1.3, True, False),  # beyond the noise, and so beyond any limit inside
+        ("median:1%", 1.3, True, False),  # beyond the noise, so beyond any limit inside it
         ("median:20%", 1.0, False, False),
         ("median:1%", 1.0, False, True),
-        ("min:0.1", 1.3, False, False),  # in seconds, of which no case takes as many
+        ("min:0.1", 1.3, False, False),  # in seconds; no case takes that long
         ("min:0.000001", 1.0, False, True),
     ],
 )
 def test_limits(check, slower, broken, inside):
-    """A limit fails what is beyond it and the noise; one inside the noise only says so."""
+    """A case beyond a limit and the noise fails; a limit inside the noise is only reported."""
     limits = [parse_compare_fail(check)]
     before = made(0, tail=0, sources="a")
     after = made(1, tail=0, machine=1.4, slower=slower, sources="b")

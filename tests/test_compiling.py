@@ -1,4 +1,4 @@
-"""What is counted while torch compiles, with compilers that take no time themselves."""
+"""``compilation`` counts what torch compiles, here with backends that take no time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from flashattn.measure.compiling import Compilation, compilation
 
 
 def whole(x):
-    """Return a number by a function that is one graph."""
+    """Return a number, computed in one graph."""
     return (x.sin() * 2).sum()
 
 
 def broken(x):
-    """Return a number by a function that is two graphs."""
+    """Return a number, computed in two graphs."""
     y = x.sin()
     torch._dynamo.graph_break()
     return (y * 2).sum()
@@ -22,9 +22,9 @@ def broken(x):
 
 @pytest.mark.parametrize(("function", "breaks"), [(whole, 0), (broken, 1)])
 def test_graphs_breaks_and_recompiles_are_counted(function, breaks):
-    """A function has one graph more than breaks; each further size of an input recompiles each.
+    """A function has one more graph than breaks; each further input size recompiles all graphs.
 
-    What was compiled before is neither reused nor counted: the second time is as the first.
+    Earlier compilations are neither reused nor counted: a second run counts like the first.
     """
     compiled = torch.compile(function, backend="eager", dynamic=False)
     for sizes in ([4], [4], [5, 6, 7]):
@@ -36,13 +36,13 @@ def test_graphs_breaks_and_recompiles_are_counted(function, breaks):
 
 
 def test_nothing_compiled_is_nothing():
-    """A call that compiles nothing took no seconds and made no graph, whatever was done before."""
+    """A call that compiles nothing counts no seconds and no graphs, whatever came before."""
     torch.compile(broken, backend="eager")(torch.ones(4))
     assert compilation(lambda: None) == Compilation(0, 0, 0, 0)
 
 
 def test_the_backward_is_compiled_in_its_seconds():
-    """A backward is compiled when it first runs, in seconds that count, and is no further graph."""
+    """A backward compiles when it first runs; its seconds count, and it is no further graph."""
     from torch._dynamo import utils  # noqa: PLC0415 - seconds to import
 
     compiled = torch.compile(whole, backend="aot_eager", dynamic=False)
@@ -60,7 +60,7 @@ def test_the_backward_is_compiled_in_its_seconds():
 
 
 def test_more_versions_than_torch_remembers():
-    """Recompiles are counted beyond the latest few that torch keeps, and it keeps as many after."""
+    """Recompiles beyond torch's limit on metrics are counted; the limit is put back after."""
     from torch._dynamo import utils  # noqa: PLC0415 - seconds to import
 
     compiled = torch.compile(whole, backend="eager", dynamic=False)

@@ -1,4 +1,4 @@
-"""What a call does beside computing: what it leaves behind, what sways it, what it remembers."""
+"""Side effects of calls: what they change, what influences them, and what they keep."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from flashattn.testing.accuracy import Expected, Sample, run, run_checked
 from flashattn.testing.law import ORDINARY, clause, interpreted
 from flashattn.testing.state import unchanged
 
-# What varies in half of all calls is seen but once in 2^47 runs, what varies in one of ten once in
-# 140. The interpreter takes its time.
+# A result that varies in half of all calls is missed once in 2^47 runs, one that varies in a tenth
+# once in 140. The interpreter is slow.
 REPEATS, INTERPRETED_REPEATS = 48, 24
 
 
 def usual(impl, device):
-    """Return an ordinary small problem that the implementation takes, None if it takes none."""
+    """Return an ordinary small problem that the implementation takes, or None."""
     small = [replace(x, heads=2, seq_q=24, seq_kv=40, head_dim=16) for x in ORDINARY]
     for problem in map(impl.fit, (*small, *ORDINARY)):
         if impl.why_not(problem, device, grad=impl.grad) is None:
@@ -33,7 +33,7 @@ def usual(impl, device):
 
 
 class Asked:
-    """A problem put to an implementation."""
+    """A sample, and an implementation that it is run on."""
 
     def __init__(self, impl, problem, device, **how):
         """Draw the sample."""
@@ -43,16 +43,16 @@ class Asked:
         self.call = partial(impl, **problem.keywords, scale=self.case.scale)
 
     def leaves(self):
-        """Return q, k and v anew."""
+        """Return new copies of q, k and v."""
         return [x.detach().clone().requires_grad_(self.sample.grad) for x in self.case.inputs]
 
     def forward(self, inputs):
-        """Return o and, or None, the logsumexp of some inputs."""
+        """Return o and the logsumexp, or None for it, of some inputs."""
         with torch.set_grad_enabled(self.sample.grad):
             return self.call(*inputs)
 
     def backward(self, outputs, inputs, **how):
-        """Return the gradients of those inputs that have one, by name; an output may be None."""
+        """Return by name the gradients of inputs that require one; an output may be None."""
         grads = (self.case.grad_o, self.case.grad_lse)
         pairs = [
             (x, grad)
@@ -83,8 +83,8 @@ class Asked:
 
 @clause()
 def test_leaves_no_trace(impl, device):
-    """A call leaves generators, switches, modes and its inputs as they were, whatever they were."""
-    tiled = get("tiled")  # by which torch imports what it imports at first use
+    """A call does not change generators, settings, modes or its inputs."""
+    tiled = get("tiled")  # torch imports modules at first use
     first = Asked(tiled, usual(tiled, device), device)
     first.both(first.leaves())
     asked = Asked(impl, usual(impl, device), device)
@@ -100,7 +100,7 @@ def test_leaves_no_trace(impl, device):
 
 @contextmanager
 def default(name, value):
-    """Change what torch makes tensors of."""
+    """Change torch's default dtype or device."""
     get, put = (getattr(torch, f"{verb}_default_{name}") for verb in ("get", "set"))
     before = get()
     put(value)
@@ -121,7 +121,7 @@ SETTINGS = {
 
 @clause()
 def test_settings_do_not_sway_it(impl, device):
-    """Results do not depend on torch's defaults, on grad mode, or on the thread that asks."""
+    """Results do not depend on torch's defaults, on grad mode, or on the calling thread."""
     asked = Asked(impl, usual(impl, device), device)
     for said, setting in SETTINGS.items():
         try:
@@ -146,7 +146,7 @@ def test_settings_do_not_sway_it(impl, device):
 
 
 def test_an_excused_one_may_raise():
-    """A peer that raises an error under some setting is expected to, one of ours is not."""
+    """A peer that raises an error under some setting is an expected failure."""
 
     def never(*_, **__):
         raise RuntimeError("no kernel")
@@ -157,7 +157,7 @@ def test_an_excused_one_may_raise():
 
 
 def variants(impl, device):
-    """Return problems that differ from the usual one in one fact, and how they are asked."""
+    """Return the usual problem, and (problem, options) that differ from it in one fact."""
     p = usual(impl, device)
     changes = [
         {"causal": False if p.causal else "top_left"},
@@ -179,7 +179,7 @@ def variants(impl, device):
 
 @clause()
 def test_calls_do_not_remember(impl, device):
-    """A call is right after any other that differs in one fact, and writes to no earlier result."""
+    """A call is right after one that differs in one fact, and writes to no earlier result."""
     problem, others = variants(impl, device)
     plain = Asked(impl, problem, device)
     inputs = plain.leaves()
@@ -196,7 +196,7 @@ def test_calls_do_not_remember(impl, device):
 
 @clause()
 def test_memory_may_be_written_anew(impl, device):
-    """Other numbers in the same memory are other inputs."""
+    """New values in the memory of the last call are new inputs."""
     asked, other = (Asked(impl, usual(impl, device), device, seed=seed) for seed in range(2))
     inputs = asked.leaves()
     asked.both(inputs)
@@ -210,7 +210,7 @@ def test_memory_may_be_written_anew(impl, device):
 
 @clause(needs="grad")
 def test_calls_may_be_nested(impl, device):
-    """Backward belongs to its own forward, whatever was asked in between, and may be repeated."""
+    """A backward belongs to its own forward, whatever ran in between, and may be repeated."""
     problem, others = variants(impl, device)
     plain = Asked(impl, problem, device)
     inputs = plain.leaves()
@@ -224,7 +224,7 @@ def test_calls_may_be_nested(impl, device):
 
 @clause(needs="grad")
 def test_each_gradient_alone(impl, device):
-    """Each gradient is the same if it alone is wanted, and if o or lse alone has a gradient."""
+    """Each gradient is right if it alone is wanted, and if o or lse alone has a gradient."""
     asked = Asked(impl, usual(impl, device), device)
     for i, name in enumerate(("dq", "dk", "dv")):
         inputs = [x.requires_grad_(j == i) for j, x in enumerate(asked.leaves())]
@@ -240,7 +240,7 @@ def test_each_gradient_alone(impl, device):
 
 @clause(needs="grad")
 def test_inputs_that_were_overwritten(impl, device):
-    """If an input or o is written to before backward, gradients are right or an error says so."""
+    """If an input or o is written to before backward, gradients are right or an error is raised."""
     asked = Asked(impl, usual(impl, device), device)
     for i in range(4):
         inputs = asked.leaves()
@@ -256,7 +256,7 @@ def test_inputs_that_were_overwritten(impl, device):
 
 @clause()
 def test_nothing_is_held(impl, device):
-    """Inputs and results are freed when the caller lets go of them."""
+    """Inputs and results are freed when the caller drops them."""
     asked = Asked(impl, usual(impl, device), device)
     inputs = asked.leaves()
     outputs = [x for x in asked.forward(inputs) if x is not None]
@@ -266,7 +266,7 @@ def test_nothing_is_held(impl, device):
     held = [weakref.ref(x.untyped_storage()) for x in (*inputs, *outputs)]
     del inputs, outputs
     gc.collect()
-    for _ in range(20):  # a GPU's autograd thread lets go of its last task when it is ready to
+    for _ in range(20):  # on a GPU, autograd's thread may release its last task later
         alive = [name for name, storage in zip(names, held, strict=False) if storage() is not None]
         if not alive:
             break
@@ -276,7 +276,7 @@ def test_nothing_is_held(impl, device):
 
 @clause(needs="repeats")
 def test_same_bits(impl, device):
-    """The same inputs give the same bits, as often as they are asked."""
+    """The same inputs give the same bits in every call."""
     asked = Asked(impl, usual(impl, device), device)
     first = run(asked.call, asked.case)
     for call in range(INTERPRETED_REPEATS if interpreted(impl, device) else REPEATS):

@@ -1,4 +1,4 @@
-"""The contract, clause by clause: found by trying, on implementations that break just one."""
+"""The contract is tried clause by clause, here on implementations that break one each."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ def made(call, **facts):
 
 
 def good(q, k, v, *, causal, scale, window=UNBOUNDED, softcap=None, alibi_slopes=None, **learned):
-    """Answer as the definition does, but forget all that changes scores."""
+    """Compute attention by the reference, but ignore softcap, ALiBi, biases and sinks."""
     del softcap, alibi_slopes
     o, lse = reference_attention(q, k, v, mask=Mask.of(causal, window), scale=scale)
     return o + sum(0 * x.sum() for x in learned.values()), lse
 
 
 def after(change):
-    """Return what makes another answer of a right one."""
+    """Return an implementation that changes the right results."""
     return lambda q, k, v, **how: change(q, k, *good(q, k, v, **how))
 
 
 def in_order(x):
-    """Return what lies in x's memory as if it were contiguous."""
+    """Return x's memory, read as if x were contiguous."""
     return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
 
 
 def top_left(*qkv, causal, **how):
-    """Know one alignment."""
+    """Align every causal mask at the top left."""
     return good(*qkv, causal=causal and "top_left", **how)
 
 
 def no_left_bound(*qkv, causal, window=UNBOUNDED, **how):
-    """Take a window for a causal mask."""
+    """Treat a window as a causal mask."""
     return good(*qkv, causal=causal or window != UNBOUNDED, **how)
 
 
 def first_heads(q, k, v, **how):
-    """Read the first key heads, whatever the group."""
+    """Read key head h % G, not h // (H // G)."""
     group = q.shape[1] // max(k.shape[1], 1)
     k, v = (x.repeat(1, group, 1, 1)[:, : q.shape[1]] for x in (k, v))
     return good(q, k, v, **how)
 
 
 def silent_second(q, k, v, **how):
-    """Lose the second derivative without a word."""
+    """Lose the second derivative without an error."""
     q = q * 1
     q.register_hook(lambda grad: grad.detach() + 0 * k.sum())
     return good(q, k, v, **how)
@@ -74,7 +74,7 @@ def gradient_in_order(q, k, o, lse):
 
 
 def finite_mask(q, k, v, *, causal, scale):
-    """Hide keys by a finite number."""
+    """Mask scores with a finite number."""
     scores = (q @ k.mT).float() * scale
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -89,7 +89,7 @@ def drawing(q, k, v, **how):
 
 
 def off(wrong):
-    """Return what answers as it should, but for an o that is half as large again where it says."""
+    """Return an implementation that is right, except that o is 1.5 times as large if ``wrong``."""
     return after(lambda q, k, o, lse: (o * (1.5 if wrong(q, k) else 1), lse))
 
 
@@ -147,7 +147,7 @@ BROKEN = [
 
 
 def test_the_definition_keeps_everything():
-    """The reference keeps every clause, but that 0 times a hidden NaN is NaN."""
+    """The reference keeps every clause but one: 0 times a hidden NaN is NaN."""
     found = {clause: try_clause(registry.get("reference"), CPU, clause) for clause in CLAUSES}
     broken = {clause for clause, x in found.items() if x["verdict"] != "keeps"}
     assert broken == {"NaN and inf in values behind the mask"}
@@ -155,7 +155,7 @@ def test_the_definition_keeps_everything():
 
 @pytest.mark.parametrize(("clause", "call"), BROKEN, ids=lambda x: x if isinstance(x, str) else "")
 def test_a_broken_clause_is_found(clause, call):
-    """Whoever answers wrongly breaks that clause, and keeps the usual ones."""
+    """A wrong implementation breaks its clause, and keeps an ordinary one."""
     impl = made(call, lse=True, sink=True)
     found = try_clause(impl, CPU, clause)
     assert found["verdict"] == "breaks"
@@ -168,12 +168,12 @@ def test_a_broken_clause_is_found(clause, call):
 
 
 def test_every_clause_can_be_broken():
-    """No clause holds whatever is answered."""
+    """Every clause has an implementation that breaks it."""
     assert {clause for clause, _ in BROKEN} == set(CLAUSES)
 
 
 def test_an_error_is_a_refusal():
-    """Whoever raises an error refuses; where an error is what is asked, it keeps the clause."""
+    """An error refuses a clause; if the clause asks for an error, it keeps the clause."""
 
     def picky(q, k, v, **how):
         if q.shape[2] != k.shape[2]:
@@ -190,14 +190,14 @@ def test_an_error_is_a_refusal():
 
 
 def test_the_usual_problem_is_in_a_dtype_that_is_taken():
-    """Clauses that are not of a dtype are tried in one that the implementation takes."""
+    """Clauses that name no dtype are tried in one that the implementation takes."""
     picky = replace(made(good), limits=lambda p, _: None if p.dtype == "float32" else "fp32 only")
     assert usual(picky, CPU).dtype == "float32"
     assert usual(made(good), CPU).dtype == "bfloat16"
 
 
 def test_a_process_of_its_own_prints_lines(capsys):
-    """The command prints a verdict for each clause that was asked, and knows its names."""
+    """The command prints a verdict for each clause asked for; an unknown name is an error."""
     assert main(["cpu", "reference", "causal", "T != S"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [{"clause": c, "verdict": "keeps", "said": None} for c in ("causal", "T != S")]
@@ -206,25 +206,25 @@ def test_a_process_of_its_own_prints_lines(capsys):
 
 
 def left(returncode, *lines):
-    """Return what a process left that printed ``lines``."""
+    """Return the result of a process that printed ``lines``."""
     return SimpleNamespace(returncode=returncode, stdout="\n".join(lines), stderr="impl: no")
 
 
 def line(clause, word="keeps"):
-    """Return what a process prints of a clause."""
+    """Return the line that a process prints for a clause."""
     return json.dumps({"clause": clause, "verdict": word, "said": None})
 
 
 def test_a_crash_is_a_verdict(monkeypatch):
-    """After a crash the clause that was tried has it, and a new process goes on behind it."""
+    """A crash is the verdict on the clause being tried; a new process goes on with the next."""
     first, second, third, *rest = CLAUSES
     asked = []
 
     def fake(command, **_):
         asked.append(command[5:])
-        if len(asked) == 1:  # ended without a word
+        if len(asked) == 1:  # ended without a line
             return left(-11, line(first))
-        if len(asked) == 2:  # ended itself, its context lost
+        if len(asked) == 2:  # reported the crash: its context is lost
             return left(1, line(third, "crashes"))
         return left(0, *map(line, rest))
 
@@ -237,7 +237,7 @@ def test_a_crash_is_a_verdict(monkeypatch):
 
 
 def test_a_name_that_a_process_does_not_know_is_an_error(monkeypatch):
-    """A plugin's name that only this process knows is told, and not tried for ever."""
+    """A name that only this process knows is an error, and is not tried forever."""
     monkeypatch.setattr(contract.subprocess, "run", lambda *_, **__: left(2))
     with pytest.raises(RuntimeError, match="a new process for the contract failed: impl: no"):
         try_contract(made(good), torch.device("cuda"))

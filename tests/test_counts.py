@@ -1,4 +1,4 @@
-"""The counts: what is counted, what a difference says, and that each promised loss is caught."""
+"""Counts: what is counted, how differences are reported, and that promised losses are caught."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ needs_the_interpreter = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def rows():
-    """Return what the interpreter is expected to count."""
+    """Return the expected counts of the interpreter."""
     return read(FOLDER / "interpreter.json")
 
 
 def count(folder, edits, *runs):
     """Copy the package into a folder, change it, and count with the copy, in one process.
 
-    Each run is the arguments of a command line. Returns what it says, and its exit status.
+    Each run is the arguments of a command line. Returns the output and exit status of each.
     """
     root, package = folder / "copy", Path(flashattn.__file__).parent
     shutil.rmtree(root, ignore_errors=True)
@@ -101,7 +101,7 @@ TWO = "^sm_80 (bwd_reduce|bwd_preprocess) bf16 d64$"
 
 
 def change(output, case, name):
-    """Return what was expected and what was counted, of one number of one case."""
+    """Return the expected and the counted value of one number of one case."""
     pattern = rf"^FAILED {re.escape(case)}: .*?\b{name}: expected (.+?), got (.+?)(?:;|$)"
     found = re.search(pattern, output, re.MULTILINE)
     assert found, output
@@ -109,7 +109,7 @@ def change(output, case, name):
 
 
 def test_interpreter_counts(tmp_path):
-    """Every kernel multiplies, loads and stores what is expected of it, case by case."""
+    """Every kernel multiplies, loads and stores what is expected, case by case."""
     ((said, status),) = count(tmp_path, (), ("interpreter", "--folder", FOLDER))
     assert said == f"UNPROVEN: {INTERPRETER_FAILS}\n" or not INTERPRETER_FAILS
     assert status == (11 if INTERPRETER_FAILS else 0), said
@@ -117,7 +117,7 @@ def test_interpreter_counts(tmp_path):
 
 @needs_the_interpreter
 def test_needless_work(tmp_path):
-    """Visiting what the mask hides is more products; reading K and V once more, more bytes."""
+    """Visiting masked tiles adds products; reading K and V once more adds bytes."""
     edits = NO_LAST_KEY, NO_FIRST_QUERY, AGAIN
     arguments = ("interpreter", "--folder", FOLDER, "--only", INTERPRETED)
     ((said, status),) = count(tmp_path, edits, arguments)
@@ -136,12 +136,12 @@ def test_needless_work(tmp_path):
 
 
 def test_compiled_counts(tmp_path):
-    """What changes a kernel is counted, and what it loses is told; the same is not compiled.
+    """Changed kernels are counted, and losses are reported; unchanged kernels are not compiled.
 
-    An fp32 product off the tensor cores has no matrix instructions; a large tile is named, and that
-    expecting a spill is no excuse, see below. A barrier that no role uses is told, though the
-    kernel takes nothing more for it. Lines, comments and names do not change a kernel, a constant
-    does; that the source of the same counts is another is said, and is no failure.
+    An fp32 product off the tensor cores has no matrix instructions. A tile that is too large is
+    named, and its spill fails. A barrier that no role uses is reported, though the kernel uses no
+    more resources for it. Lines, comments and names do not change a kernel; a constant does. Equal
+    counts of another source are reported, and are no failure.
     """
     expected = FOLDER if (FOLDER / compiled.FILE).exists() else tmp_path / "expected"
     only = "|".join(f"^{re.escape(case)}$" for case in (FP32, WIDE, FORWARD))
@@ -181,7 +181,7 @@ def test_compiled_counts(tmp_path):
 
 
 def test_plain_counts_are_right(rows):
-    """Without masks and padding each product is made once, however tiles are loaded."""
+    """Without masks and padding each product is computed once, however tiles are loaded."""
     o = kv = 128 * 64 * 2
     lse = 128 * 4
     products = PLAIN.flops() // 2
@@ -203,10 +203,10 @@ def test_plain_counts_are_right(rows):
 
 @pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.stem)
 def test_compiled_expectations(path):
-    """All variants are expected, on tensor cores, none to spill.
+    """Every variant has expected counts, uses tensor cores, and spills only where it may.
 
-    On GPUs other than Hopper wide fp32 is decomposed before, which spills less than fp32 that the
-    kernel decomposes: nothing up to D = 128.
+    On GPUs other than Hopper, fp32 may be decomposed in advance, which spills less than fp32 that
+    the kernel decomposes, and nothing up to D = 128.
     """
     expected, minor = read(path), path.stem.removeprefix("compiled-triton-")
     asked = variants(tuple(map(int, minor.split("."))))
@@ -233,7 +233,7 @@ def test_compiled_expectations(path):
 
 
 def test_names_are_unique(rows):
-    """No two cases share a name, or one of them would go uncounted; all can be asked for."""
+    """No two cases share a name, or one would go uncounted; every case can be asked for."""
     assert sorted(interpreter.names()) == sorted(rows)
     assert set(compiled.names()) == {"ptxas", *map(str, variants())}
     assert len(set(map(str, variants()))) == len(variants())
@@ -256,7 +256,7 @@ def move(x, y, n, BLOCK: tl.constexpr, ATOMIC: tl.constexpr):  # noqa: N803 - as
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_masked_elements_do_not_count(dtype):
-    """Bytes are those of the elements that a mask lets through, and of what has no mask."""
+    """Bytes count the elements that a mask lets through, and accesses without a mask."""
     x, y = torch.ones(16, dtype=dtype), torch.zeros(16, dtype=dtype)
     with counting() as counts:
         move[(3,)](x, y, 5, BLOCK=8, ATOMIC=False)
@@ -285,7 +285,7 @@ AFTER = {"same": {"dots": 1}, "changed": {"dots": 5, "loaded": 2, "new": 6}, "ex
 
 
 def test_differences(tmp_path):
-    """What is written is read again, a line a case; each way to differ from it is said."""
+    """Counts are written one case a line and read back; every kind of difference is reported."""
     path = tmp_path / "new" / "expected.json"
     write(path, BEFORE)
     lines = [line.partition(":")[0] for line in path.read_text().splitlines()[1:-1]]
@@ -322,9 +322,9 @@ def check(monkeypatch, tmp_path, capsys):
 
 
 def test_rewriting(check):
-    """What is rewritten is what is expected from then on; what was not chosen stays.
+    """Rewritten counts become the expected ones; cases that were not chosen stay.
 
-    A spill fails where nothing is expected, where it is, and when it is rewritten.
+    A spill fails without expected counts, with them, and when they are rewritten.
     """
     check.counted.complaints.append("gone: spills")
     for arguments in ([], ["--rewrite"], []):
@@ -346,7 +346,7 @@ def test_rewriting(check):
 
 
 def test_what_cannot_be_counted_is_no_pass(check, capsys, monkeypatch):
-    """What is not expected of this Triton, or fails, is UNPROVEN; a wrong choice is an error."""
+    """Without expected counts or an interpreter the result is UNPROVEN; a bad choice fails."""
     status, said = check()
     assert (status, command.UNPROVEN) == (11, 11)
     assert said.startswith(f"UNPROVEN: there is no {check.path}")
@@ -366,7 +366,7 @@ def test_what_cannot_be_counted_is_no_pass(check, capsys, monkeypatch):
     ("statuses", "status"), [((0, 0), 0), ((0, 11), 11), ((11, 1), 1), ((1, 0), 1)]
 )
 def test_both_kinds(monkeypatch, statuses, status):
-    """Without a kind both are counted, a process each; a failure outweighs what is unproven."""
+    """Without a kind both are counted, one process each; a failure outweighs UNPROVEN."""
     seen = []
 
     def run(words, *, check):

@@ -33,7 +33,7 @@ class FakeNvml:
     NVML_CLOCK_SM = 1
 
     def __init__(self):
-        """Start with a driver, and with all that a GPU tells."""
+        """Start with a driver and all facts of both GPUs."""
         self.driver, self.gpus = True, ["GPU-aaaa-1111", "GPU-bbbb-2222"]
         self.facts = {
             "PowerManagementLimit": [300_000, 700_000],
@@ -42,13 +42,13 @@ class FakeNvml:
         }
 
     def given(self, fact):
-        """Return a fact, or say that there is none."""
+        """Return a fact, or raise NVML's error for None."""
         if fact is None:
             raise self.NVMLError
         return fact
 
     def __getattr__(self, name):
-        """Answer ``nvmlX`` for a GPU that is known by its place."""
+        """Return a fake ``nvmlX``; a handle is the index of a GPU."""
         found = self.facts.get(name.removeprefix("nvmlDeviceGet"), [None, None])
         others = {
             "nvmlInit": lambda: self.given(self.driver or None),
@@ -64,7 +64,7 @@ class FakeNvml:
 
 @pytest.fixture
 def nvidia(monkeypatch):
-    """Return a machine's NVML; torch sees its second GPU."""
+    """Return a fake NVML; torch sees its second GPU."""
     properties = SimpleNamespace(
         name="NVIDIA H200",
         uuid="bbbb-2222",
@@ -100,9 +100,9 @@ def test_folder_is_named_by_the_accelerator():
     ids=["of two", "the only GPU needs no UUID", "hidden", "not supported", "no driver"],
 )
 def test_facts_are_those_of_the_visible_gpu(nvidia, change, clock, known):
-    """In watts, bytes and hertz; what the driver does not say of this device is None.
+    """Facts are in watts, bytes and hertz; what the driver does not report is None.
 
-    Without one nothing is sampled.
+    Without a clock nothing is sampled.
     """
     vars(nvidia).update(change)
     info, threads = machine_info(CUDA), threading.active_count()
@@ -115,7 +115,7 @@ def test_facts_are_those_of_the_visible_gpu(nvidia, change, clock, known):
 
 
 def test_a_cpu_needs_no_nvml(monkeypatch):
-    """On a CPU NVML is not imported, and nothing is sampled; no name or home is told."""
+    """On a CPU, NVML is not imported and nothing is sampled; facts name no host and no home."""
     monkeypatch.setitem(sys.modules, "pynvml", None)  # an import would raise
     threads, info = threading.active_count(), machine_info(CPU)
     with Monitor(CPU) as monitored:
@@ -131,7 +131,7 @@ def test_a_cpu_needs_no_nvml(monkeypatch):
 
 @pytest.mark.usefixtures("nvidia")
 def test_a_gpu_is_sampled_until_the_block_ends(monkeypatch):
-    """A thread samples what the GPU does meanwhile, stamped with the time, and ends on an error."""
+    """A thread samples the GPU, with timestamps, until the block ends or raises an error."""
     monkeypatch.setattr(monitor, "PERIOD", 0.001)
     threads, start, sampled = threading.active_count(), time.perf_counter(), Monitor(CUDA)
 
@@ -149,9 +149,9 @@ def test_a_gpu_is_sampled_until_the_block_ends(monkeypatch):
 
 
 def test_reading_is_of_its_span():
-    """A reading is the median of the samples in its span, its ends included, and of no others.
+    """A reading is the median of the samples in its span, both ends included.
 
-    What held the clock down at any moment is named once; an idle or a set clock is not held.
+    Each reason that held the clock down is named once; an idle or a set clock is no such reason.
     """
     sampled, free = Monitor(CPU), 0x1 | 0x2 | 0x10 | 0x100  # idle, set, synchronised, a display
     sampled._samples += [Sample(1, 1e9, free), Sample(2, 1.2e9, 0x5)]
@@ -191,5 +191,5 @@ def test_a_working_gpu_is_sampled():
     ],
 )
 def test_out_of_memory_is_told_from_other_errors(error, expected):
-    """Only an allocation that failed is out of memory."""
+    """Only a failed allocation counts as out of memory."""
     assert out_of_memory(error) is expected

@@ -1,6 +1,6 @@
-"""DTensor: what is sharded over batches or heads gives the same numbers, and moves nothing.
+"""DTensors sharded over batches or heads give the same results without communication.
 
-PyTorch's context parallelism, which shards rows, is on DTensors, too.
+PyTorch's context parallelism, which shards rows, works on DTensors as well.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MOVED = {  # DTensor has to redistribute first
     "odd key heads": ({"batch": 1, "heads": 6, "kv_heads": 3}, HEADS, HEADS, R),
     "sequence": ({"batch": 1, "heads": 2, "kv_heads": 1}, SEQUENCE, SEQUENCE, R),
 }
-# Two that differ in all that is no tensor: one must not be answered by the other's rule.
+# They differ in everything but tensors: a call must not get the sharding rule of another.
 OPTIONS = (
     {"causal": True, "return_lse": True},
     {"causal": "bottom_right", "window": (5, None), "scale": 0.7, "return_lse": False},
@@ -62,19 +62,19 @@ OPTIONS = (
 
 
 def sharded(x, mesh, placement):
-    """Return the DTensor of a tensor that every process has whole."""
+    """Return the DTensor of a tensor that every process has in full."""
     return distribute_tensor(x, mesh, [placement], src_data_rank=None)
 
 
 def attend(q, k, v, bias, sink, slopes, **options):
-    """Return attention whose scores are made with all there is."""
+    """Compute attention with a bias, a sink and ALiBi."""
     made = {"bias": bias, "sink": sink, "alibi_slopes": slopes}
     return attention(q, k, v, **made, **options, impl="triton")
 
 
 @cache
 def answered(sizes, asked):
-    """Return what attention to whole tensors takes, and what it gives: outputs, gradients."""
+    """Return the arguments, outputs and gradients of attention to unsharded tensors."""
     problem = Problem(**SIZES | dict(sizes), alibi=True, bias="1hts", sink=True)
     options = dict(OPTIONS[asked])
     grads = make_grads(problem)[: 1 + options["return_lse"]]
@@ -90,7 +90,7 @@ def answered(sizes, asked):
 
 
 def check_case(mesh, case):
-    """Compare attention to DTensors, and its gradients, with attention to whole tensors."""
+    """Compare attention to DTensors, and its gradients, with attention to unsharded ones."""
     sizes, of_q, of_k, of_o = (QUIET | MOVED)[case]
     for asked in range(len(OPTIONS)):
         options, grads, whole, slopes, cu, wanted, exact = answered(tuple(sizes.items()), asked)
@@ -122,21 +122,21 @@ class Layer(torch.nn.Module):
     """Attention between projections, whose heads tensor parallelism shards."""
 
     def __init__(self):
-        """Make four projections, alike in each process."""
+        """Make four projections, equal in each process."""
         super().__init__()
         torch.manual_seed(0)
         self.q, self.out = (torch.nn.Linear(64, 64) for _ in range(2))
         self.k, self.v = (torch.nn.Linear(64, 32) for _ in range(2))
 
     def forward(self, x):
-        """Attend from x [B, T, 64] to itself: 4 heads, 2 of keys."""
+        """Apply self-attention to x [B, T, 64]: 4 heads of queries, 2 of keys."""
         q, k, v = (f(x).unflatten(-1, (-1, 16)).transpose(1, 2) for f in (self.q, self.k, self.v))
         o = attention(q, k, v, causal=True, impl="triton")
         return self.out(o.transpose(1, 2).flatten(-2))
 
 
 def check_layer(mesh):
-    """Compare a tensor-parallel model with the same in one piece."""
+    """Compare a tensor-parallel model with the same model unsharded."""
     whole, sharded, x = Layer(), Layer(), torch.randn(2, 9, 64)
     columns = ColwiseParallel(use_local_output=False)
     plan = {"q": columns, "k": columns, "v": columns, "out": RowwiseParallel()}
@@ -150,7 +150,7 @@ def check_layer(mesh):
 
 
 def check_context_parallel(mesh):
-    """Compare PyTorch's context parallelism on ours with a call; keys go around in both ways."""
+    """Compare context parallelism on our kernels with one call, by both rotations of keys."""
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(1, 2, 32, 16) for _ in range(4))
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -176,7 +176,7 @@ def check_context_parallel(mesh):
 
 
 def counted(name, kernel, answered):
-    """Return a kernel that notes its name when it has answered."""
+    """Return a kernel that records its name when it returns."""
 
     def call(*args, **options):
         result = kernel(*args, **options)
@@ -187,7 +187,7 @@ def counted(name, kernel, answered):
 
 
 def work(store, rank):
-    """Check everything, as one of the processes."""
+    """Run all checks in one of the processes."""
     init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     mesh = init_device_mesh("cpu", (WORLD,))
     dtensor.register()
@@ -202,9 +202,9 @@ def work(store, rank):
 
 @pytest.mark.why_not.with_args(lambda: gpus.INTERPRETER_FAILS)
 def test_shards_are_the_whole(tmp_path):
-    """Two processes get what one gets, forward and backward, wherever shards lie at first.
+    """Two processes get the results of one, forward and backward, from any placement.
 
-    So they do in PyTorch's context parallelism, which runs ours in both passes.
+    The same holds in PyTorch's context parallelism, which runs our kernels in both passes.
     """
     command = [sys.executable, __file__, str(tmp_path / "store")]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -225,7 +225,7 @@ def test_shards_are_the_whole(tmp_path):
     ],
 )
 def test_heads_are_sharded_where_they_divide(heads, placements, offered):
-    """By all dimensions of the mesh together along which a tensor may get its heads sharded."""
+    """Heads are sharded if all mesh dimensions that may shard them together divide them."""
     mesh = SimpleNamespace(size=lambda _: 2)
     q, k, v = (
         SimpleNamespace(mesh=mesh, placements=placed, shape=(4, n, 9, 16))

@@ -1,4 +1,4 @@
-"""Errors in units of the last place: 1 is eps times the largest element, and budgets are beside."""
+"""Errors and budgets in units of the last place: a unit is eps times the largest element."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROBLEM = Problem(heads=2, seq_q=40, head_dim=16, causal=True, dtype="bfloat16")
 
 
 def exactly(q, k, v, *, causal, scale):
-    """Compute in fp64, rounded once: o and the logsumexp."""
+    """Compute o and the logsumexp in fp64, and round once."""
     q, k, v = (x.double() for x in (q, k, v))
     o, lse = reference_attention(q, k, v, mask=Mask.of(causal), scale=scale)
     return o.bfloat16(), lse.float()
@@ -35,14 +35,14 @@ def errors_of(call, problem=PROBLEM):
 
 @pytest.fixture(scope="module")
 def rounded():
-    """The errors of whoever only rounds."""
+    """Return the errors of an implementation that only rounds."""
     return errors_of(exactly)
 
 
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
 def test_rounding_costs_half_a_unit(rounded, values, name):
-    """A result that is rounded once is off by no more than half a unit, and not by nothing."""
+    """A result that is rounded once is off by at most half a unit, and by more than 0."""
     error = rounded[values][name]
     assert 0 < error["max"] <= 0.5
     assert 0 < error["mean"] <= error["max"]
@@ -50,7 +50,7 @@ def test_rounding_costs_half_a_unit(rounded, values, name):
 
 
 def test_units_and_budgets_are_those_of_the_suite(rounded):
-    """An error in units times its unit is the error; budgets are the ones that tests hold it to."""
+    """Budgets in units, times the unit, are the budgets that tests hold errors to."""
     sample = Sample(problem=PROBLEM, values="extreme", lse=False)
     expected = Expected.of(sample.draw(), sample.enlarged().draw())
     unit = 2**-7 * expected.exact["dk"].abs().max().item()
@@ -58,11 +58,11 @@ def test_units_and_budgets_are_those_of_the_suite(rounded):
     for which in ("max", "mean"):
         budget = rounded["extreme"]["dk"][f"{which}_budget"]
         assert budget == pytest.approx(budgets[which] / unit)
-    assert rounded["extreme"]["lse"]["mean_budget"] is None  # 80 rows are no sample
+    assert rounded["extreme"]["lse"]["mean_budget"] is None  # 80 rows are too few
 
 
 def test_unit_is_as_small_as_its_tensor():
-    """Of a tensor of small numbers the unit is small; of zeros it is the smallest there is."""
+    """The unit scales with its tensor; for zeros it is that of the smallest normal number."""
     sample = Sample(problem=PROBLEM, lse=False)
     expected = Expected.of(sample.draw())
     for factor, unit in ((2.0**-40, 2.0**-40), (0.0, 2.0**-126)):
@@ -72,7 +72,7 @@ def test_unit_is_as_small_as_its_tensor():
 
 
 def test_what_is_wrong_shows():
-    """A narrow logsumexp lost fp32's units, a bias has its sign, and NaN is infinitely wrong."""
+    """A bf16 logsumexp is off by many units, a bias has its sign, and NaN is an infinite error."""
 
     def wrong(q, k, v, **options):
         o, lse = exactly(q, k, v, **options)
@@ -92,6 +92,6 @@ def test_what_is_wrong_shows():
 
 
 def test_nothing_is_no_error():
-    """Where exact and got are all zero the error is 0, though the unit is nearly nothing."""
+    """With one key, o is v, and its error is 0."""
     error = errors_of(exactly, Problem(seq_q=5, seq_kv=1, head_dim=16, dtype="bfloat16"))
     assert error["normal"]["o"]["max"] == 0

@@ -1,11 +1,11 @@
-"""Every shipped tile is right: on this machine, in each dtype, forward and gradients.
+"""Every shipped tile is accurate on this machine, in each dtype, forward and gradients.
 
-A tile is shipped for an architecture, so a GPU runs those of its own table. The ordinary run takes
-each of them, with and without a mask, in one of the dtypes of its size. ``--every-tile`` adds what
-may make a binary or a path of its own: the other dtype; head dimensions between, which are padded;
-addresses that are not aligned, in fp32 too; both alignments of the mask; and lengths that are whole
-tiles, or leave queries without a key. The interpreter has one tile for all; there a few cases will
-do.
+Tiles are shipped per architecture, so a GPU runs those of its own table. An ordinary run takes each
+tile, with and without a mask, in one dtype of its size. ``--every-tile`` adds what may compile to
+another binary or take another path: the other dtype; head dimensions in between, which are padded;
+unaligned addresses, in fp32 too; both alignments of the mask; and lengths that are whole tiles, or
+that leave queries without a key. The interpreter has one tile for everything, so a few cases are
+enough there.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from flashattn.registry import get
 from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors
 from flashattn.testing.layouts import LAYOUTS as LAYOUTS_OF
 
-MANY = {"batch": 4, "heads": 32, "kv_heads": 16}  # so many that each pass has its own launch
+MANY = {"batch": 4, "heads": 32, "kv_heads": 16}  # large enough that each pass has its own launch
 FEW = {"heads": 2, "kv_heads": 1}
 SHAPES = {
-    "ragged": MANY | {"seq_q": 300, "seq_kv": 500},  # no tile is a divisor of either
+    "ragged": MANY | {"seq_q": 300, "seq_kv": 500},  # no tile divides either
     "tall": MANY | {"seq_q": 500, "seq_kv": 300},  # bottom-right: 200 queries see no key
-    "whole": MANY | {"seq_q": 512, "seq_kv": 512},  # every tile is a divisor
-    "few": FEW | {"seq_q": 700, "seq_kv": 900},  # both passes at once
-    "low": FEW | {"seq_q": 500, "seq_kv": 700},  # so few keys that they stay whole
+    "whole": MANY | {"seq_q": 512, "seq_kv": 512},  # every tile divides both
+    "few": FEW | {"seq_q": 700, "seq_kv": 900},  # one fused backward
+    "low": FEW | {"seq_q": 500, "seq_kv": 700},  # too few keys to split
     "tiny": FEW | {"batch": 2, "seq_q": 90, "seq_kv": 150},  # the backward is one launch
-    "short": FEW | {"seq_q": 90, "seq_kv": 150},  # too short to be cut
+    "short": FEW | {"seq_q": 90, "seq_kv": 150},  # too short to decompose fp32
     "decode": {"batch": 2, "heads": 8, "kv_heads": 2, "seq_q": 9, "seq_kv": 900},
     "small": {"heads": 2, "kv_heads": 1, "seq_q": 70, "seq_kv": 100},  # for the interpreter
 }
-BETWEEN = (8, 24, 40, 80, 192)  # computed in 16, 32, 64, 128 and 256
+BETWEEN = (8, 24, 40, 80, 192)  # padded to 16, 32, 64, 128 and 256
 HALF, FULL = ("bfloat16", "float16"), ("float32",)
 MASKS = (False, "top_left", "bottom_right")
 FP32 = 4  # bytes
@@ -51,7 +51,7 @@ ALIGNED, LAYOUTS = ("contiguous",), ("contiguous", "misaligned")  # descriptors;
 
 @dataclass(frozen=True)
 class Case:
-    """What picks a tile, and the lengths that it is asked for."""
+    """What selects a tile, and the lengths that it is tested with."""
 
     dtype: str
     head_dim: int
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def kernels(self):
-        """The kernels of the table that are launched, where it has one for both passes."""
+        """The kernels of the table that are launched, if the table has fused backwards."""
         fused = dict.fromkeys(("few", "low", "decode"), "bwd_fused") | {"tiny": "bwd_one_launch"}
         both = fused.get(self.shape)
         passes = [both] if both else ["bwd_dkdv", "bwd_dq"]
@@ -97,12 +97,12 @@ def cases(dtypes, *options):
 
 
 def alternating(*options):
-    """Return every combination in one half-precision dtype; each dtype meets every option."""
+    """Return each combination in one half-precision dtype, so that each dtype has every option."""
     places = product(*(range(len(x)) for x in options))
     return [Case(HALF[sum(at) % 2], *of) for at, of in zip(places, product(*options), strict=True)]
 
 
-# fp32 is cut, or loaded by pointers, whatever the input's layout: its length decides.
+# The length decides whether fp32 is decomposed or loaded by pointers; the layout does not.
 ORDINARY = [
     *alternating(HEAD_DIMS, LAYOUTS, (False, "bottom_right"), ("ragged", "few", "decode")),
     *alternating(HEAD_DIMS, ALIGNED, (False, "bottom_right"), ("low", "tiny")),
@@ -125,7 +125,7 @@ INTERPRETED = cases(
 
 
 def pytest_generate_tests(metafunc):
-    """Take the cases that suit the machine and what was asked."""
+    """Choose the cases by the machine and by ``--every-tile``."""
     if "case" in metafunc.fixturenames:
         every = metafunc.config.getoption("--every-tile")
         chosen = EVERY if every else ORDINARY if torch.cuda.is_available() else INTERPRETED
@@ -133,7 +133,7 @@ def pytest_generate_tests(metafunc):
 
 
 def sample(case, device):
-    """Return what is asked of a case: o, lse, and the gradients of both."""
+    """Return the sample of a case: o, lse, and the gradients of both."""
     return Sample(problem=case.problem, device=device, layout=case.layout)
 
 
@@ -158,7 +158,7 @@ def test_the_ordinary_run_meets_every_tile(gpu):
 
 
 def test_each_dtype_meets_every_option():
-    """In each half-precision dtype there is every head dimension, layout, mask and shape."""
+    """Each half-precision dtype is tested with every head dimension, layout, mask and shape."""
     every = [{case for case in ORDINARY if case.dtype == dtype} for dtype in HALF]
     for option in ("head_dim", "layout", "causal", "shape"):
         bf16, fp16 = ({getattr(case, option) for case in own} for own in every)
@@ -167,7 +167,7 @@ def test_each_dtype_meets_every_option():
 
 @pytest.mark.gpu  # the interpreter has one tile for all
 def test_cases_launch_what_they_say(device):
-    """What is launched for a case are the kernels that it is for, with the tiles of the table."""
+    """A case launches the kernels that it is meant for, with the tiles of the table."""
     gpu = gpu_of(device)
     for case in ORDINARY:
         p = case.problem
@@ -187,22 +187,22 @@ def test_cases_launch_what_they_say(device):
         assert portable.forward_row(*specs, gpu, options)[0] == case.kernels[0], case
 
 
-@pytest.mark.gpu  # the interpreter makes one product of TF32 in full fp32
+@pytest.mark.gpu  # the interpreter computes a TF32 product in full fp32
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
-@pytest.mark.parametrize("shape", ["ragged", "few", "short"])  # the last is not cut
+@pytest.mark.parametrize("shape", ["ragged", "few", "short"])  # the last is not decomposed
 def test_every_tile_for_tf32(device, shape, head_dim, causal):
-    """Each tile for TF32 is right to what four products in a row lose, 2^-10 a factor."""
+    """Each tile for TF32 loses at most what four products in a row lose, 2^-10 a factor."""
     problem = Problem(**SHAPES[shape], head_dim=head_dim, causal=causal)
     case = Sample(problem=problem, device=device).draw()
     attend = partial(get("triton"), causal=causal, scale=head_dim**-0.5, precision="tf32")
     for name, error in relative_errors(attend, case).items():
         assert error < 4 * 2 * 2**-10, name
-        assert name == "lse" or error > 2**-20, name  # errors of two terms average in lse
+        assert name == "lse" or error > 2**-20, name  # errors of two terms average out in lse
 
 
 def test_every_case_is_more_than_the_ordinary_ones():
-    """``--every-tile`` has each ordinary case, every mask of it, and each padded width."""
+    """``--every-tile`` has each ordinary case under every mask, and each padded width."""
     assert set(ORDINARY) < set(EVERY)
     for case in ORDINARY:
         assert {replace(case, causal=mask) for mask in MASKS} <= set(EVERY)
@@ -211,7 +211,7 @@ def test_every_case_is_more_than_the_ordinary_ones():
 
 
 def test_shapes_are_what_they_say():
-    """No tile divides a ragged length, every tile a whole one, and tall ones have masked rows."""
+    """Every tile divides whole lengths, none a ragged one; tall ones have fully masked rows."""
     blocks = {
         size
         for tile in rows_of(CARDS["H200"]).tiles.values()
@@ -225,7 +225,7 @@ def test_shapes_are_what_they_say():
 
 
 def test_every_tile_wants_a_gpu(pytestconfig, pytester, monkeypatch):
-    """Without a GPU ``--every-tile`` is a mistake that says what it wants."""
+    """Without a GPU ``--every-tile`` is a usage error that says what is needed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     tests = pytestconfig.rootpath / "tests"
     pytester.makeconftest((tests / "conftest.py").read_text())
@@ -234,12 +234,12 @@ def test_every_tile_wants_a_gpu(pytestconfig, pytester, monkeypatch):
     result.stderr.fnmatch_lines(["ERROR: --every-tile: wanted a CUDA GPU, got none;*"])
 
 
-@pytest.mark.gpu  # the interpreter has none
+@pytest.mark.gpu  # the interpreter has no such tiles
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 @pytest.mark.parametrize("window", [(100, 0), (150, 70), (900, 0)], ids=str)
 @pytest.mark.parametrize("shape", ["ragged", "tall", "few"])
 def test_every_tile_for_windows(device, shape, window, head_dim):
-    """Each tile for short windows is right, of whole tiles of keys that all queries see, too."""
+    """Each tile for short windows is accurate, with and without tiles that need no mask."""
     dtype = HALF[sum(window) % 4 == 0]
     problem = Problem(**SHAPES[shape], head_dim=head_dim, window=window, dtype=dtype)
     assert_accurate(

@@ -1,4 +1,4 @@
-"""Every file of examples/ runs as a user would run it, and says something."""
+"""Every script in examples/ runs as a user would run it, and prints something."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ EXAMPLES = sorted(Path(__file__).parents[1].joinpath("examples").glob("*.py"))
 
 
 def test_there_are_examples():
-    """The folder is where it was."""
+    """There are scripts in examples/."""
     assert EXAMPLES
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path):
-    """It ends well and prints its results; on two processes, if it says so."""
+    """A script exits with 0 and prints its results; one for torchrun gets two processes."""
     if "transformers" in path.stem:
         pytest.importorskip("transformers", reason="the extra integrations is not installed")
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -1,4 +1,4 @@
-"""Examples are counted, and a whole run draws as many as it promises."""
+"""Hypothesis examples are counted, and a whole run must draw as many as it promises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashattn.testing.examples import Count
 
 
 def test_count(monkeypatch):
-    """Examples that pass are counted, once each; rejected and failing ones are not."""
+    """Examples that pass are counted once each; rejected and failing ones are not."""
     monkeypatch.setattr(Count, "passed", 0)
 
     @hypothesis.settings(max_examples=7, database=None)

@@ -1,4 +1,4 @@
-"""flash-attn's functions: its signatures, layouts and conventions, and the right numbers."""
+"""flash-attn's functions: its signatures, layouts and conventions, and right results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashattn.problem import Problem
 from flashattn.testing.accuracy import Sample, assert_accurate
 from flashattn.testing.inputs import make_grads, make_inputs
 
-# Of flash-attn 2.8: the arguments that all functions have, and those before and behind them.
+# flash-attn 2.8: the arguments that all functions have, and those before and after them.
 COMMON = {
     "dropout_p": 0.0,
     "softmax_scale": None,
@@ -36,14 +36,14 @@ POSITIONAL = {
     "flash_attn_varlen_kvpacked_func": (("q", "kv", *LENGTHS), {}),
     "flash_attn_varlen_qkvpacked_func": (("qkv", "cu_seqlens", "max_seqlen"), {}),
 }
-# Of FlashAttention-4.
+# FlashAttention-4's arguments.
 MODS = {"learnable_sink": None, "score_mod": None, "mask_mod": None, "block_sparse_tensors": None}
 PAGES = {"seqused_q": None, "seqused_k": None, "page_table": None}
 KEYWORDS = {
     "flash_attn_func": {**MODS, "return_lse": False},
     "flash_attn_varlen_func": {**PAGES, **MODS, "return_lse": False},
 }
-# Some value of each argument that asks for something else than its default.
+# For each argument a value that does not mean the same as the default.
 CHANGES = {
     "dropout_p": 0.1,
     "softmax_scale": 0.3,
@@ -68,11 +68,11 @@ EVERY = pytest.mark.parametrize("name", POSITIONAL)
 
 
 class FlashProblem(Problem):
-    """A problem whose masks all are aligned at the bottom right, as flash-attn's."""
+    """A problem whose masks are all aligned at the bottom right, as in flash-attn."""
 
     @property
     def mask(self):
-        """The mask that the arguments mean there."""
+        """The mask that the arguments mean in flash-attn."""
         left, right = self.window
         return Mask(left, 0 if self.causal else right, "bottom_right")
 
@@ -86,9 +86,9 @@ def usual(name, **changes):
 
 
 def leading(name, q, k, v):
-    """Return a function's arguments without default for q, k and v of [B, H, T, D].
+    """Return the required arguments of a function for q, k and v of [B, H, T, D].
 
-    A varlen function takes them as B documents.
+    A varlen function takes the batches as B documents.
     """
     batch, queries, keys = len(q), q.shape[2], k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -106,7 +106,7 @@ def leading(name, q, k, v):
 
 
 def call(name, q, k, v, **options):
-    """Call a function with q, k and v of [B, H, T, D]; return out and softmax_lse like these."""
+    """Call a function with q, k, v of [B, H, T, D]; return out and softmax_lse in that layout."""
     o, lse, probs = getattr(flash_attn, name)(
         *leading(name, q, k, v), return_attn_probs=True, **options
     )
@@ -155,7 +155,7 @@ SIZES = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_numbers(name, mask, sizes, device):
-    """Outputs and gradients meet the budgets against fp64; masks begin at the bottom right."""
+    """Outputs and gradients are within the budgets; masks are aligned at the bottom right."""
     given, changes = MASKS[mask], dict(SIZES[sizes])
     if "qkvpacked" in name:
         changes = {x: changes[x] for x in ("dtype",) if x in changes}
@@ -169,7 +169,7 @@ def test_numbers(name, mask, sizes, device):
 @EVERY
 @pytest.mark.parametrize("mask", MASKS)
 def test_out_alone(name, mask, device):
-    """Without softmax_lse out is the same, also of queries that see no key."""
+    """Without softmax_lse, out is the same, also for queries that see no key."""
     sizes = {} if "qkvpacked" in name else SIZES["T > S"]
     inputs = make_inputs(usual(name, **sizes), device=device)
     given = leading(name, *inputs)
@@ -182,7 +182,7 @@ def test_out_alone(name, mask, device):
     [(name, x) for name in POSITIONAL for x in COMMON | POSITIONAL[name][1]],
 )
 def test_by_position_and_by_keyword(name, argument, device, monkeypatch):
-    """An argument asks for the same either way, and for something else than its default."""
+    """An argument means the same by position and by keyword, and not what its default means."""
     asked = []
 
     def spy(*tensors, **options):
@@ -219,7 +219,7 @@ def test_by_position_and_by_keyword(name, argument, device, monkeypatch):
     ],
 )
 def test_what_we_lack_is_refused(name, argument, device):
-    """By one sentence that names the argument; the values that ask for nothing are taken."""
+    """An unsupported argument is refused by name; values that switch it off are taken."""
     given = leading(name, *make_inputs(usual(name), device=device))
     function = getattr(flash_attn, name)
     with pytest.raises(NotImplementedError, match=f"^{argument}: {REFUSED[argument]}$"):
@@ -230,7 +230,7 @@ def test_what_we_lack_is_refused(name, argument, device):
 
 @pytest.mark.parametrize("name", [name for name in POSITIONAL if "varlen" not in name])
 def test_alibi(name, device):
-    """Slopes are attention's, of positions that are aligned at the bottom right."""
+    """ALiBi slopes are those of ``attention``, with positions aligned at the bottom right."""
     sizes = {} if "qkvpacked" in name else {"seq_q": 33, "seq_kv": 20}
     q, k, v = make_inputs(usual(name, **sizes), device=device)
     for shape in ((4,), (len(q), 4)):
@@ -244,7 +244,7 @@ def test_alibi(name, device):
 
 @pytest.mark.parametrize("name", KEYWORDS)
 def test_learnable_sink(name, device):
-    """It is attention's sink, of rows that see no key, too: there it is the logsumexp."""
+    """A learnable sink is attention's sink; in rows that see no key it is the logsumexp."""
     q, k, v = make_inputs(usual(name, seq_q=33, seq_kv=20), device=device)
     sink = torch.linspace(-1, 2, 4, device=device)
     for causal, window in ((True, (-1, -1)), (False, (3, 2))):
@@ -262,7 +262,7 @@ def test_learnable_sink(name, device):
 @pytest.mark.parametrize("name", KEYWORDS)
 @pytest.mark.parametrize("columns", [8, 24])
 def test_values_of_another_width(name, columns, device):
-    """Have the results that those of the keys' width have, column by column."""
+    """Values of another width give the same columns as values of the keys' width."""
     q, k, v = make_inputs(usual(name, head_dim=16), device=device)
     other = make_inputs(usual(name, head_dim=columns), device=device)[2]
     o, _ = call(name, q, k, other, causal=True)
@@ -274,7 +274,7 @@ def test_values_of_another_width(name, columns, device):
 
 @pytest.mark.parametrize("name", KEYWORDS)
 def test_return_lse(name, device):
-    """FlashAttention-4's word for it; who asks for probabilities, too, gets three."""
+    """FlashAttention-4's ``return_lse`` gives a pair; ``return_attn_probs`` gives three."""
     given = leading(name, *make_inputs(usual(name), device=device))
     function = getattr(flash_attn, name)
     pair = function(*given, return_lse=True)
@@ -291,7 +291,7 @@ def test_return_lse(name, device):
 
 @EVERY
 def test_nothing_is_copied(name, device, monkeypatch):
-    """One call reads q, k and v where they lie and writes out where it is returned."""
+    """One call reads q, k and v in place, and returns the memory that it wrote."""
     seen = []
 
     def spy(*tensors, **options):
@@ -311,14 +311,14 @@ def test_nothing_is_copied(name, device, monkeypatch):
     assert out.is_contiguous()
 
 
-DOCUMENTS = {  # lengths of queries and keys, and tokens behind
+DOCUMENTS = {  # lengths of queries and keys, and tokens after the last
     "some": ([9, 0, 20, 5], [12, 4, 9, 3], (2, 2)),
     "empty": ([0, 0], [0, 5], (4, 0)),
 }
 
 
 def packed(problem, queries, keys, behind, device):
-    """Return q, k, v, gradients of out and softmax_lse, and cu_seqlens; NaN behind."""
+    """Return q, k, v, gradients of out and softmax_lse, and cu_seqlens; tokens behind are NaN."""
     total = [sum(x) + n for x, n in zip((queries, keys), behind, strict=True)]
     whole = replace(problem, seq_q=total[0], seq_kv=total[1])
     q, k, v = (x[0].transpose(0, 1).clone() for x in make_inputs(whole, device=device))
@@ -335,7 +335,7 @@ def packed(problem, queries, keys, behind, device):
 )
 @pytest.mark.parametrize("mask", MASKS)
 def test_used(documents, sides, mask, device):
-    """What is in no document, or not used of one, may be NaN and is none: others are as alone."""
+    """Unused tokens may be NaN and give 0 and -inf; documents are as in calls of their own."""
     queries, keys, behind = DOCUMENTS[documents]
     problem = Problem(heads=4, kv_heads=2, head_dim=16)
     inputs, grads, ends = packed(problem, queries, keys, behind, device)
@@ -425,7 +425,7 @@ ENDS = torch.tensor([0, 2], dtype=torch.int32)
     ],
 )
 def test_bad_tensors(name, args, words):
-    """They are refused by flash-attn's names and in its order of dimensions."""
+    """Bad tensors are refused by flash-attn's names and order of dimensions."""
     with pytest.raises(ValueError, match=words):
         getattr(flash_attn, f"flash_attn_{name}")(*args)
 
@@ -445,6 +445,6 @@ def test_bad_tensors(name, args, words):
     ],
 )
 def test_bad_options(options, words):
-    """So are the others."""
+    """Bad options are refused by name."""
     with pytest.raises(ValueError, match=words):
         flash_attn.flash_attn_func(*[ONES[4]] * 3, **options)

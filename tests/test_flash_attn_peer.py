@@ -1,4 +1,4 @@
-"""FlashAttention as a peer: what its functions are given, with stand-ins of their own names."""
+"""FlashAttention as a peer: the arguments that its functions get, here as stand-ins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashattn.testing.inputs import make_inputs, make_scored
 
 
 def dense(q, k, v, *, softmax_scale, causal, no_bound, window_size=None, learnable_sink=None):
-    """Attend as flash-attn does: [B, T, H, D], masks at the bottom right, a sink a head."""
+    """Compute attention as flash-attn does: [B, T, H, D], bottom-right masks, a sink per head."""
     left, right = (None if x == no_bound else x for x in window_size or (no_bound, no_bound))
     mask = Mask(left, 0 if causal else right, "bottom_right")
     sink = None if learnable_sink is None else learnable_sink[None]
@@ -29,7 +29,7 @@ def dense(q, k, v, *, softmax_scale, causal, no_bound, window_size=None, learnab
 
 
 def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    """Attend within each document of [total, H, D]."""
+    """Compute attention within each document of [total, H, D]."""
     parts = []
     for i in range(len(cu_seqlens_q) - 1):
         of_q, of_k = (slice(*cu[i : i + 2].tolist()) for cu in (cu_seqlens_q, cu_seqlens_k))
@@ -42,7 +42,7 @@ def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *
 
 @pytest.fixture
 def agrees(monkeypatch):
-    """Return what holds a peer, whose module is a stand-in, to the reference."""
+    """Return a function that compares a peer, whose module is a stand-in, with the reference."""
 
     def check(name, problem):
         module = MODULES[name]
@@ -71,13 +71,13 @@ def agrees(monkeypatch):
     ],
 )
 def test_conventions(agrees, name, causal, window):
-    """Masks are aligned at the bottom right, -1 or None is no bound: so windows mean ours."""
+    """Masks are bottom-right and -1 or None is no bound, so windows mean the same as ours."""
     seq_kv = 9 if causal else 7
     agrees(name, Problem(heads=2, seq_q=7, seq_kv=seq_kv, head_dim=8, causal=causal, window=window))
 
 
 def test_documents_and_sinks(agrees):
-    """Lengths of documents and sinks arrive as flash-attn's arguments, results as ours."""
+    """Documents and sinks arrive as flash-attn's arguments, and results come back as ours."""
     plain = Problem(heads=2, seq_q=19, head_dim=8, sink=True)
     agrees("flash_attn_4", plain)
     documents = (9, 4), (10, 19)
@@ -85,7 +85,7 @@ def test_documents_and_sinks(agrees):
 
 
 def test_limits(monkeypatch):
-    """What FlashAttention cannot be asked is refused by a sentence."""
+    """A problem that FlashAttention does not take is refused with a reason."""
     monkeypatch.setattr("flashattn.impls.flash_attn._installed", lambda module: True)
     asked = {"heads": 2, "seq_q": 32, "head_dim": 64, "dtype": "bfloat16"}
     refused = {

@@ -1,4 +1,4 @@
-"""The form of results, and the source of chance."""
+"""The form of results, and seeded random numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashattn.testing.seed import Seed, chance
 
 
 def wrong_results(q):
-    """Return results that are no answer, by what is said of them."""
+    """Return malformed results by the message about them."""
     return {
         "o: NoneType, wanted a tensor": {"o": None},
         "o: shape": {"o": q[:, :, 1:].clone()},
@@ -25,7 +25,7 @@ def wrong_results(q):
 
 @pytest.mark.parametrize("words", wrong_results(torch.ones(1, 2, 3, 4, dtype=torch.bfloat16)))
 def test_what_is_no_answer(words):
-    """It is said in one sentence, and what is one passes."""
+    """A malformed result is refused with a message, and a good one passes."""
     q, k, v = (torch.ones(1, 2, 3, 4, dtype=torch.bfloat16) for _ in range(3))
     with pytest.raises(FormError, match=words):
         check_form((q, k, v), wrong_results(q)[words])
@@ -33,14 +33,14 @@ def test_what_is_no_answer(words):
 
 
 def test_a_result_has_a_gradient():
-    """Where one is asked for."""
+    """A result must have a gradient if one is asked for."""
     q = torch.ones(1, 2, 3, 4)
     with pytest.raises(FormError, match="o: has no gradient"):
         check_form((q, q, q), {"o": q.clone()}, grad=True)
 
 
 def test_chance_is_the_seeds(monkeypatch):
-    """The same seed and names draw the same."""
+    """The same seed and name draw the same numbers; another seed or name draws others."""
     monkeypatch.setattr(Seed, "value", 5)
     assert chance("a").random() == chance("a").random() != chance("b").random()
     first = chance("a").random()

@@ -1,4 +1,4 @@
-"""The gate's statistics on made-up rounds, whose truth is known."""
+"""The gate's statistics on simulated rounds, whose true difference is known."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from flashattn.report.gate import (
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    """Draw fewer resamples: many runs are made here."""
+    """Draw fewer resamples, because many runs are simulated."""
     monkeypatch.setattr(gate, "RESAMPLES", 1000)
 
 
 def made(rounds=60, *, seed=0, shift=0.0, null=0.0, noise=0.04, tail=0.0, drift=1.0, shocks=1.0):
-    """Make rounds: normal noise of each arm's logarithm, and what all arms share.
+    """Simulate rounds: log-normal noise for each arm, and effects that all arms share.
 
-    The new revision is slower by ``shift``, the old one's second process by ``null``, a share
-    ``tail`` of an arm's samples threefold, the last round ``drift``-fold, a third of all rounds
-    ``shocks``-fold.
+    The new revision is slower by ``shift``, and the old one's second process by ``null``. A
+    fraction ``tail`` of an arm's samples takes three times as long. For all arms, the last round
+    takes ``drift`` times as long as the first, and a third of the rounds ``shocks`` times as long.
     """
     draw = np.random.default_rng(seed)
     shared = drift ** np.linspace(0, 1, rounds) * np.where(draw.random(rounds) < 1 / 3, shocks, 1)
@@ -50,7 +50,7 @@ def made(rounds=60, *, seed=0, shift=0.0, null=0.0, noise=0.04, tail=0.0, drift=
 
 
 def settled(seed, **how):
-    """Return the verdict of a case that is collected for as long as the gate wants."""
+    """Return the verdict on a case that is collected as often as the gate asks."""
     seeds = itertools.count(1000 * seed)
     readings = settle(lambda rounds: made(rounds, seed=next(seeds), **how))
     return Outcome(case="made up", readings=readings).difference
@@ -68,7 +68,7 @@ MACHINES = {
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(("shift", "verdict"), [(0.0, "SAME"), (0.08, "SLOWER"), (-0.08, "FASTER")])
 def test_truth_is_found(machine, shift, verdict):
-    """A difference is called by its name, whatever a machine does to all arms or to some rounds."""
+    """The verdict is right, whatever a machine does to all arms or to some rounds."""
     assert settled(1, shift=shift, **MACHINES[machine]) == verdict
 
 
@@ -84,7 +84,7 @@ def test_truth_is_found(machine, shift, verdict):
     ],
 )
 def test_of_forty_runs_few_are_open_and_none_is_wrong(machine, shift, verdict, least, never):
-    """What is not slower by more than the margin is never SLOWER; 7% are never SAME."""
+    """A shift within the margin is never SLOWER, and one of 7% is never SAME."""
     found = [settled(seed, shift=shift, **MACHINES.get(machine, {})) for seed in range(40)]
     assert found.count(verdict) >= least
     assert never not in found
@@ -92,7 +92,7 @@ def test_of_forty_runs_few_are_open_and_none_is_wrong(machine, shift, verdict, l
 
 @pytest.mark.parametrize(("confidence", "least", "most"), [(0.99, 295, 300), (0.8, 235, 270)])
 def test_interval_covers_the_truth(monkeypatch, confidence, least, most):
-    """Of 300 intervals as many have the true ratio as they say, and not many more."""
+    """Of 300 intervals the claimed fraction contains the true ratio, and not many more."""
     monkeypatch.setattr(gate, "CONFIDENCE", confidence)
     draw, hits = np.random.default_rng(3), 0
     for _ in range(300):
@@ -102,7 +102,7 @@ def test_interval_covers_the_truth(monkeypatch, confidence, least, most):
 
 
 def test_second_process_counts_as_much_as_the_first():
-    """Either arm of the old revision may be called the first; a verdict can be computed again."""
+    """The arms of the old revision are interchangeable, and a reading can be repeated."""
     rounds = made(null=0.02)
     swapped = Collection(new=rounds.new, ref=rounds.again, again=rounds.ref)
     assert read(rounds) == read(rounds)
@@ -124,7 +124,7 @@ def test_second_process_counts_as_much_as_the_first():
     ],
 )
 def test_verdict_of_an_interval(low, median, high, verdict):
-    """SLOWER is surely slower and by more than the margin; SAME is surely not."""
+    """SLOWER is surely slower by more than the margin; SAME is surely not."""
     assert Interval(low=low, median=median, high=high).verdict == verdict
 
 
@@ -151,7 +151,7 @@ SHIFTS["U"] = {"null": 0.1}
     ],
 )
 def test_only_twice_slower_is_slower(shown, verdict, collections):
-    """What is not settled is collected again, twice as long; only SLOWER twice is SLOWER."""
+    """An open case is collected again, twice as long; only two SLOWER readings are SLOWER."""
     asked = []
 
     def collect(rounds):
@@ -190,9 +190,9 @@ def outcome(verdict):
     ],
 )
 def test_exit_status_tells(verdicts, pytests, status):
-    """A run that fails nobody still tells by its status that something was not proven.
+    """Without a failure, the exit status still says whether something was not proven.
 
-    A slow-down made on purpose and missed outranks all else, but for pytest's own errors.
+    A missed injected slowdown outranks everything but pytest's own errors.
     """
     assert exit_status(pytests, [outcome(verdict) for verdict in verdicts]) == status
 
@@ -211,13 +211,13 @@ def test_exit_status_tells(verdicts, pytests, status):
     ],
 )
 def test_a_slow_down_is_missed_only_where_it_had_to_be_seen(how, injected, verdict):
-    """A wrong or a sharp answer that is not SLOWER is the gate's fault, a blurred one is not."""
+    """A slowdown is MISSED if the reading is wrong or sharp, and UNPROVEN if it is blurred."""
     readings = settle(lambda rounds: made(rounds, seed=5, **how))
     assert Outcome(case="a", readings=readings, injected=injected).verdict == verdict
 
 
 def test_table_has_what_a_verdict_rests_on():
-    """A line has the case, both intervals, the rounds of every collection and the verdict."""
+    """A row has the case, both intervals, the rounds of every collection and the verdict."""
     seen = replace(outcome("SEEN"), attempts=2)
     lines = table([outcome("SLOWER"), outcome("NEW"), seen], "v1").splitlines()
     assert "v1, ms" in lines[0]
@@ -238,7 +238,7 @@ def test_table_has_what_a_verdict_rests_on():
     ],
 )
 def test_a_verdict_is_a_short_sentence(verdict, begins, said):
-    """What fails, and what is not proven, says why in one line, which begins with the verdict."""
+    """A verdict is explained in one short line that begins with it."""
     text = str(outcome(verdict))
     assert text.startswith(begins)
     assert said in text

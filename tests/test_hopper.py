@@ -1,4 +1,4 @@
-"""The Hopper kernels: every config is right on such a GPU; elsewhere, who takes what."""
+"""The Hopper kernels: every config is accurate on a Hopper GPU; plans are tested anywhere."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from flashattn.registry import get
 from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors, run
 from flashattn.testing.inputs import GRAD_LAYOUTS, LAYOUTS, make_inputs
 
-SHARED = 227 << 10  # bytes that a program can have
+SHARED = 227 << 10  # bytes for a CTA
 H200 = CARDS["H200"]
 CONFIGS = sorted({(d, c) for (d, _), of in FORWARD.items() for c in of.values()}, key=str)
 BACKWARDS = sorted(
@@ -69,7 +69,7 @@ WIDES += [(256, HopperD256Tile(section=3), False)]
 SHAPES = {
     "ragged": {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 700, "seq_kv": 900},
     "tall": {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": 900, "seq_kv": 700},
-    "many": {"batch": 9, "heads": 8, "seq_q": 512},  # more tiles than programs
+    "many": {"batch": 9, "heads": 8, "seq_q": 512},  # more tiles than CTAs
     "short": {"heads": 2, "seq_q": 1, "seq_kv": 130},
     "one": {"heads": 2, "seq_q": 70, "seq_kv": 1},
 }
@@ -80,9 +80,9 @@ KINDS = ("causal", "window70+30", "full")  # of masks
 
 
 def alternately(options, *positions):
-    """Return one of two options, so that each meets every option of every other parameter.
+    """Return one of two options, so that each meets every value of every other parameter.
 
-    A kernel takes seconds to compile, and a mistake rarely needs three parameters.
+    A kernel takes seconds to compile, and few bugs need three parameters at once.
     """
     return options[sum(positions) % 2]
 
@@ -97,18 +97,18 @@ on_hopper = pytest.mark.why_not.with_args(not_here)
 
 
 def call(config, q, k, v, *, causal, scale):
-    """Attend with a config."""
+    """Run the forward with a config."""
     last = Mask.of(causal).over(q.shape[2], k.shape[2]).right
     scale = check_scale(scale, q.shape[3])
     return execute.forward(q, k, v, right=last, scale=scale, family="hopper", tile=config)
 
 
 class Attend(torch.autograd.Function):
-    """The kernels with a config of the backward."""
+    """Attention with a config for the backward."""
 
     @staticmethod
     def forward(ctx, q, k, v, causal, scale, how):
-        """Attend."""
+        """Run the forward that the plan chooses."""
         ctx.how = how | {
             "family": "hopper",
             "right": Mask.of(causal).over(q.shape[2], k.shape[2]).right,
@@ -120,19 +120,19 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_o, grad_lse):
-        """Launch what is tested."""
+        """Run the backward with the config that is tested."""
         return *execute.backward((grad_o, grad_lse), ctx.saved_tensors, **ctx.how), *[None] * 3
 
 
 def verify(attend, sample):
-    """Hold results to their budgets, and those of the same numbers elsewhere to their bits."""
+    """Hold results to their budgets, and those of a second run to the same bits."""
     assert_accurate(attend, sample)
     one, other = run(attend, sample.draw()), run(attend, sample.draw())
     assert all(torch.equal(other[name], x) for name, x in one.items())
 
 
 def masked(mask, dtype, **facts):
-    """Return a problem of two batches with a mask; but for bf16 two heads share their keys."""
+    """Return a problem of two batches with a mask; except in bf16, two heads share keys."""
     asked, shared = Mask.parse(mask), 1 if dtype == "bfloat16" else 2
     sizes = {"batch": 2, "heads": 4, "kv_heads": 4 // shared, "seq_q": 700, "seq_kv": 900}
     return Problem(**(sizes | facts), causal=asked.causal, window=asked.window, dtype=dtype)
@@ -148,7 +148,7 @@ def half_of(head_dim, mask):
 @pytest.mark.parametrize(("head_dim", "config"), CONFIGS, ids=str)
 @on_hopper
 def test_every_config(device, head_dim, config, shape, causal):
-    """Each config of the table is within the budgets, some of its problems padded."""
+    """Each config of the table is within the budgets, also with padded columns."""
     d = head_dim - 24 if shape in ("many", "one") else head_dim
     dtype = half_of(head_dim, causal)
     problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
@@ -161,7 +161,7 @@ def test_every_config(device, head_dim, config, shape, causal):
 @pytest.mark.parametrize(("head_dim", "config", "deterministic"), BACKWARDS + WIDES, ids=str)
 @on_hopper
 def test_every_backward_config(device, head_dim, config, deterministic, shape, causal):
-    """So are the gradients of each config, of o and of lse, some of them padded."""
+    """Each backward config of the tables is within the budgets, also with padded columns."""
     d = head_dim - 24 if shape in ("many", "one") else head_dim
     dtype = half_of(head_dim, causal)
     problem = Problem(**SHAPES[shape], head_dim=d, causal=causal, dtype=dtype)
@@ -182,7 +182,7 @@ WINDOWS = [(70, 0), (300, 33), (129, None), (None, 40), (0, 0), (63, 500)]
 @pytest.mark.parametrize("head_dim", WIDTHS)
 @on_hopper
 def test_windows(device, head_dim, shape, window, corner):
-    """So is what sees a window, deterministic the same bits again, and with any schedule."""
+    """Windows are within the budgets in any order of dQ; deterministic bits repeat."""
     window = window if corner is False else (window[0], None)
     asked = Problem(**SHAPES[shape], head_dim=head_dim, window=window, causal=corner)
     bounded = [side is None for side in (asked.band.left, asked.band.right)]
@@ -201,7 +201,7 @@ def test_windows(device, head_dim, shape, window, corner):
 @pytest.mark.parametrize("head_dim", [136, 192])
 @on_hopper
 def test_narrow_values(device, head_dim, value_dim, mask):
-    """So are values of fewer columns than keys, with sinks, capped or not, and the same again."""
+    """Values narrower than keys, with sinks, are within the budgets; a second run is equal."""
     widths = {"head_dim": head_dim, "value_dim": value_dim}
     dtype = half_of(192, mask)
     cap = alternately((None, 5.0), KINDS.index(mask), head_dim == 192)
@@ -223,7 +223,7 @@ DOCUMENTS = {
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @on_hopper
 def test_documents(device, head_dim, packed, mask):
-    """So are packed documents, with rows behind the last."""
+    """Packed documents, with rows after the last, are within the budgets."""
     sizes = {"seq_q": 900, "seq_kv": 1000, "head_dim": head_dim}
     problem = masked(mask, half_of(head_dim, mask), **sizes, documents=DOCUMENTS[packed])
     sample = Sample(problem=problem, device=device)
@@ -238,7 +238,7 @@ def test_documents(device, head_dim, packed, mask):
 @pytest.mark.parametrize("head_dim", WIDTHS)
 @on_hopper
 def test_softcap(device, head_dim, cap, mask, values):
-    """So are capped scores and their gradients, which have the same bits again."""
+    """Capped scores and their gradients are within the budgets; a second run is equal."""
     problem = masked(mask, half_of(head_dim, mask), head_dim=head_dim, softcap=cap)
     attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
     verify(attend, Sample(problem=problem, device=device, values=values))
@@ -248,7 +248,7 @@ def test_softcap(device, head_dim, cap, mask, values):
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
 @on_hopper
 def test_slopes(device, head_dim, mask):
-    """So are scores with ALiBi, of two batches with shared heads, and the same again."""
+    """Scores with ALiBi are within the budgets; a second run is equal."""
     problem = masked(mask, half_of(head_dim, mask), head_dim=head_dim, alibi=True)
     attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
     verify(attend, Sample(problem=problem, device=device))
@@ -258,11 +258,11 @@ def test_slopes(device, head_dim, mask):
 @pytest.mark.parametrize("head_dim", WIDTHS)
 @on_hopper
 def test_biases(device, head_dim, mask):
-    """So are biased scores, by a matrix or by distance, in any dtype and layout, and the same."""
+    """Biases by matrix or distance, in any dtype and layout, are accurate, and the bits repeat."""
     bias = alternately(("bhts", "1hr"), WIDTHS.index(head_dim), mask == "full")
     problem = masked(mask, half_of(head_dim, mask), head_dim=head_dim, bias=bias)
     attend = partial(get("hopper"), **problem.keywords, scale=head_dim**-0.5)
-    # Two seeds have one dtype of the bias, contiguous and transposed; each kind meets both dtypes.
+    # Two seeds share a dtype of the bias, contiguous and transposed; each kind meets both dtypes.
     first = 2 * (WIDTHS.index(head_dim) // 2 + (mask == "full"))
     for seed in (first, first + 1):
         verify(attend, Sample(problem=problem, device=device, grad=head_dim <= 128, seed=seed))
@@ -272,7 +272,7 @@ def test_biases(device, head_dim, mask):
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @on_hopper
 def test_a_learned_bias(device, mask, seq_kv, softcap):
-    """TMA stores its gradient where rows and scores allow that; where not, "auto" is portable."""
+    """TMA stores dbias where rows and scores allow it; elsewhere "auto" is portable."""
     how = {"heads": 120, "seq_q": 300, "seq_kv": seq_kv, "dtype": "bfloat16", "bias": "1hts"}
     problem = Problem(**how, head_dim=128, causal=mask == "causal", softcap=softcap)
     specs, stored = [TensorSpec.of(x) for x in make_inputs(problem)], seq_kv == 304 and not softcap
@@ -287,7 +287,7 @@ def test_a_learned_bias(device, mask, seq_kv, softcap):
 @pytest.mark.parametrize("head_dim", WIDTHS)
 @on_hopper
 def test_sinks(device, head_dim, mask):
-    """So are rows, packed or not, that share their softmax with a sink, and its gradient."""
+    """Sinks and their gradients are within the budgets, with packed documents and without."""
     packed = alternately((None, "uneven"), WIDTHS.index(head_dim), mask in ("causal", "full"))
     facts = {"documents": packed and DOCUMENTS[packed], "sink": True}
     full = ("float32",) if head_dim == 96 and packed is None else ()
@@ -306,7 +306,7 @@ def tanh_kernel(x, y):
 
 @on_hopper
 def test_tanh_is_as_it_is_emulated(device):
-    """The GPU's tanh is off by 2^-16 of itself at most, and 1 from 10 on."""
+    """The GPU's tanh has a relative error of at most 2^-16, and is 1 from 10 on."""
     x = torch.cat([torch.logspace(-30, 4, 1 << 20, base=2.0), torch.tensor([10.0, 1e9, torch.inf])])
     x = torch.cat([x, -x, torch.zeros(128 - 2 * x.numel() % 128)]).to(device)
     y = torch.empty_like(x)
@@ -317,7 +317,7 @@ def test_tanh_is_as_it_is_emulated(device):
 
 
 def windowed(problem, *, deterministic):
-    """Return what attends to a problem's inputs with Hopper's kernels, whatever its mask."""
+    """Return attention by Hopper's kernels for a problem with any mask."""
     scale = check_scale(None, problem.head_dim)
     precision = input_precision("auto", problem.torch_dtype)
     band = problem.band
@@ -354,7 +354,7 @@ CUTS = {
 @pytest.mark.parametrize("head_dim", [33, 64, 65, 96, 128])
 @on_hopper
 def test_cut(device, head_dim, shape, causal, values):
-    """In fp32 what comes cut in three is within the budgets of fp32, and the same bits."""
+    """Decomposed into three bf16 terms, fp32 is within its budgets, and the bits repeat."""
     problem = Problem(**CUTS[shape], head_dim=head_dim, causal=causal)
     sample = Sample(problem=problem, device=device, values=values)
     attend = partial(get("hopper"), causal=causal, scale=head_dim**-0.5)
@@ -369,13 +369,13 @@ def test_cut(device, head_dim, shape, causal, values):
 @pytest.mark.parametrize("head_dim", [72, 128])
 @on_hopper
 def test_cut_in_two(device, head_dim, shape, causal):
-    """What comes cut in two is right to 16 bits, where one product of TF32 keeps 11."""
+    """Decomposed into two bf16 terms, fp32 is right to 16 bits; one TF32 product keeps 11."""
     problem = Problem(**CUTS[shape], head_dim=head_dim, causal=causal)
     case = Sample(problem=problem, device=device).draw()
     how = {"causal": causal, "scale": head_dim**-0.5, "precision": "tf32"}
     for name, error in relative_errors(partial(get("hopper"), **how), case).items():
         assert error < 4 * 2 * 2**-16, name
-        assert name == "lse" or error > 2**-20, name  # errors of two terms average in lse
+        assert name == "lse" or error > 2**-20, name  # errors of two terms average out in lse
 
 
 def specs(problem):
@@ -394,7 +394,7 @@ def specs(problem):
     ],
 )
 def test_what_is_decomposed(head_dim, length, precision, auto, refused):
-    """Few scores and columns only if "hopper" is asked for; other precisions never."""
+    """Few scores or columns are decomposed only for "hopper"; other precisions never are."""
     q, k, v = specs(Problem(seq_q=length, head_dim=head_dim))
     lse = q._replace(shape=q.shape[:3], strides=(length, length, 1))
     given, options = (q, k, v, q, q, lse), Options(None, 0.1, precision, "auto")
@@ -410,7 +410,7 @@ def test_what_is_decomposed(head_dim, length, precision, auto, refused):
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @on_hopper
 def test_the_same_bits(device, head_dim):
-    """Fifty runs give the same bits, whichever program draws which tile."""
+    """Fifty runs give the same bits, whichever CTA takes which tile."""
     problem = Problem(**SHAPES["many"], head_dim=head_dim, causal=True, dtype="bfloat16")
     inputs = make_inputs(problem, device=device)
     first = call(None, *inputs, causal=True, scale=0.1)
@@ -421,7 +421,7 @@ def test_the_same_bits(device, head_dim):
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 def test_what_is_written_must_be_reached_too(passes):
-    """Rows of 65 columns lie at a multiple of 16 bytes where they are read, not as written."""
+    """TMA can load padded rows of 65 columns, but cannot store the dense ones of a result."""
     q, k, v = make_inputs(
         Problem(heads=2, seq_q=70, head_dim=65, dtype="bfloat16"), layout="pitched"
     )
@@ -442,7 +442,7 @@ NOT_DENSE, UNREACHED = {"strided"}, {"misaligned", "expanded", "expanded_batch"}
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_it_cannot_reach_is_copied(layout):
-    """What TMA cannot address is copied for "hopper"; "auto" reads it where it lies."""
+    """What TMA cannot address is copied for "hopper"; "auto" copies only what is not dense."""
     problem = Problem(batch=2, heads=2, seq_q=70, head_dim=72, dtype="bfloat16")
     specs = [TensorSpec.of(x) for x in make_inputs(problem, layout=layout)]
     for family, copied in (("auto", NOT_DENSE), ("hopper", NOT_DENSE | UNREACHED)):
@@ -464,7 +464,7 @@ def test_scales_that_it_refuses(scale):
 
 
 def test_gradients_that_it_refuses(monkeypatch):
-    """Where Hopper's kernels have a forward alone, gradients are an error; not for "auto"."""
+    """If Hopper has only a forward, gradients are an error for "hopper"; "auto" takes triton."""
     monkeypatch.setattr(gpus, "gpu_of", lambda _: H200)
     problem = Problem(heads=40, seq_q=4096, head_dim=192, dtype="bfloat16", bias="1hts")
     impl, cuda = get("hopper"), torch.device("cuda")
@@ -479,7 +479,7 @@ def test_gradients_that_it_refuses(monkeypatch):
 @on_hopper
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_wide_rows(device, layout):
-    """Whatever lies as TMA wants it or not, gradients too."""
+    """Inputs and gradients in any layout are within the budgets."""
     problem = Problem(heads=2, seq_q=300, head_dim=72, causal=True, dtype="bfloat16")
     grad_layout = layout if layout in GRAD_LAYOUTS else "contiguous"
     sample = Sample(problem=problem, device=device, layout=layout, grad_layout=grad_layout)
@@ -487,7 +487,7 @@ def test_layouts_of_wide_rows(device, layout):
 
 
 def test_why_not_tma():
-    """The kernel takes what has elements that descriptors reach, at a positive scale."""
+    """TMA takes tensors that have elements and that descriptors reach, at a positive scale."""
     x = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
     assert why_not_tma(TensorSpec.of(x), scale=0.1) is None
     assert why_not_tma(TensorSpec.of(x), scale=0.0)
@@ -496,7 +496,7 @@ def test_why_not_tma():
 
 
 def test_many_heads_of_one_short_key_are_planned():
-    """Keys of which a query head has less than a byte make a section as any others."""
+    """Heads are planned even if each has a share of less than a byte of the keys."""
     q = torch.zeros(1, 600, 1, 64, dtype=torch.bfloat16)
     given = TensorSpec.of(q), *[TensorSpec.of(q[:, :1])] * 2
     options = Options(None, 0.1, family="hopper")
@@ -506,7 +506,7 @@ def test_many_heads_of_one_short_key_are_planned():
 
 
 def test_who_takes_what(device):
-    """On another device it says what it needs; on a Hopper GPU what it leaves to others."""
+    """On other devices the reason names the GPU; on Hopper it names who takes the problem."""
     half = Problem(seq_q=64, head_dim=64, dtype="bfloat16")
     said = get("hopper").why_not(half, torch.device("cpu"))
     assert said == "hopper needs a GPU of compute capability 9.0, an H100 or H200"
@@ -606,13 +606,13 @@ def taken(problem):
     ],
 )
 def test_where_it_is_the_fastest(shape, passes):
-    """As measured: ``impl="auto"`` takes it for a pass, or the portable kernels."""
+    """``impl="auto"`` takes, for each pass, the kernels that were measured to be faster."""
     problem = Problem(**shape, dtype="bfloat16")
     assert taken(problem) == passes
 
 
 def test_short_windows_in_fp32():
-    """There its forward is the faster one, however short."""
+    """In fp32, Hopper's forward is taken even for short windows."""
     sizes = {"heads": 16, "seq_q": 8192, "window": (127, 0), "dtype": "float32"}
     assert taken(Problem(**sizes, head_dim=64)) == FORWARD_ONLY
     assert taken(Problem(**sizes, head_dim=128)) == BOTH
@@ -629,7 +629,7 @@ def test_short_windows_in_fp32():
     ],
 )
 def test_where_its_forward_is_the_fastest_in_fp32(shape, own):
-    """Where there are fewer tiles than SMs, the portable forward splits keys."""
+    """In fp32 with few tiles, the portable forward is taken, which splits keys."""
     assert taken(Problem(**shape, head_dim=100)) == (BOTH if own else BACKWARD_ONLY)
 
 
@@ -647,13 +647,13 @@ def test_where_its_forward_is_the_fastest_in_fp32(shape, own):
     ],
 )
 def test_dq_accumulators(sizes, head_dim, slabs):
-    """As measured: a head's programs share so many workspaces that they hardly queue."""
+    """A head's CTAs have as many dQ accumulators as keep them from queueing, as measured."""
     assert dq_accumulators(*sizes, 132, head_dim=head_dim) == slabs
 
 
 @pytest.mark.parametrize(("left", "slabs"), [(None, 8), (1024, 1)])
 def test_a_window_needs_one_dq_accumulator(left, slabs):
-    """A program waits for those of its window alone."""
+    """In a window one accumulator is enough: a CTA waits only for CTAs of its window."""
     x = spec(1, 32768, 64)
     options = Options(0, 0.1, family="hopper", left=left)
     lse = x._replace(shape=x.shape[:3], strides=(32768, 32768, 1), dtype=torch.float32)
@@ -667,16 +667,16 @@ def test_a_window_needs_one_dq_accumulator(left, slabs):
     [
         (32, 32, 1024, 128, False, 1),  # no keys in common
         (8, 1, 2048, 128, False, 8),
-        (32, 8, 1024, 128, False, 2),  # with 4, 256 programs would make two rounds
+        (32, 8, 1024, 128, False, 2),  # with 4, 256 CTAs would make two waves
         (32, 8, 2048, 128, False, 1),
-        (32, 8, 2048, 128, True, 4),  # programs of few queries start while others are at work
+        (32, 8, 2048, 128, True, 4),  # CTAs of few queries start while others are at work
         (48, 8, 2048, 96, True, 3),
         (64, 8, 512, 256, False, 2),
         (32, 8, 2048, 256, True, 1),
     ],
 )
 def test_gqa_splits(heads, kv_heads, seq, head_dim, causal, count):
-    """As measured: heads that share keys are divided among as many programs."""
+    """Query heads that share keys are split over the number of CTAs that was measured best."""
     q, k = (TensorSpec.of(torch.empty(1, n, seq, head_dim)) for n in (heads, kv_heads))
     tiles = kv_heads * (-(-seq // (128 if head_dim <= 128 else 64)))
     assert gqa_splits(q, k, tiles, 132, Options(0 if causal else None, 1.0)) == count
@@ -686,14 +686,14 @@ def test_gqa_splits(heads, kv_heads, seq, head_dim, causal, count):
     ("heads", "seq", "mask", "count"),
     [
         ((32, 8), 8192, {"right": 0}, 2),
-        ((16, 2), 8192, {"right": 0, "left": 1023}, 1),  # all programs have as much to do
-        ((8, 1), 4096, {"right": 0, "left": 1023}, 4),  # or else 32 programs
+        ((16, 2), 8192, {"right": 0, "left": 1023}, 1),  # all CTAs have as much to do
+        ((8, 1), 4096, {"right": 0, "left": 1023}, 4),  # else only 32 CTAs
         ((16, 2), 8192, {"right": None, "bounds": 1}, 4),
         ((32, 8), 16384, {"right": None, "bounds": 1}, 1),  # sums take as long as short documents
     ],
 )
 def test_gqa_splits_under_masks(heads, seq, mask, count):
-    """As measured: what a split costs is beside the queries that see a key."""
+    """The cost of a split is relative to the number of queries that see a key, as measured."""
     q, k = (TensorSpec.of(torch.empty(1, n, seq, 128, device="meta")) for n in heads)
     assert gqa_splits(q, k, heads[1] * seq // 128, 132, Options(scale=1.0, **mask)) == count
 
@@ -710,7 +710,7 @@ def test_gqa_splits_under_masks(heads, seq, mask, count):
 )
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_programs_of_a_head_do_not_queue(shape, section, deterministic):
-    """As measured: they are two tiles of queries apart, or heads share the programs."""
+    """CTAs of a head are two query tiles apart, or heads share the CTAs, as measured."""
     heads, seq_q, seq_kv, head_dim = shape
     q, k = (spec(heads, n, head_dim).copied() for n in (seq_q, seq_kv))
     lse = q._replace(shape=q.shape[:3], strides=(seq_q * heads, seq_q, 1), dtype=torch.float32)
@@ -724,14 +724,14 @@ def test_programs_of_a_head_do_not_queue(shape, section, deterministic):
     [({"right": 0}, 4), ({"right": 0, "left": 1023}, 16), ({"right": None, "bounds": 1}, 16)],
 )
 def test_a_section_has_room_for_what_is_seen(mask, section):
-    """Keys and values of its heads stay in the L2 cache, those that a tile of queries sees."""
+    """The keys and values that a query tile sees, of a section's heads, stay in the L2 cache."""
     q = spec(16, 16384, 128).copied()
     plan = choose_forward((q, q, q), H200, Options(scale=0.1, family="hopper", **mask))
     assert plan.scheduler.section == section
 
 
 def test_the_tile_of_documents():
-    """As measured: in any order, too, it is that of a head as long as a third of all queries."""
+    """Documents get the tile of a head with a third of all queries, in any order of dQ too."""
     q, options = spec(32, 16384, 64), Options(None, 0.1, deterministic=False)
     assert hopper.backward_tile(q, q, H200, options._replace(right=0)).section == 8
     assert hopper.backward_tile(q, q, H200, options._replace(bounds=1)).section == 32
@@ -748,7 +748,7 @@ def test_the_tile_of_documents():
 @pytest.mark.parametrize("sunk", [False, True])
 @on_hopper
 def test_one_of_both_is_portable(device, sizes, kernels, sunk):
-    """With ``family="auto"`` one pass may be the portable one's, and both are right."""
+    """With ``family="auto"`` one pass may be portable, and both are within the budgets."""
     problem = Problem(**sizes, sink=sunk, dtype="bfloat16")
     q, k, v = make_inputs(problem, device=device)
     plan = explain(q, k, v, sink=torch.zeros(problem.heads, device=device) if sunk else None)
@@ -758,24 +758,24 @@ def test_one_of_both_is_portable(device, sizes, kernels, sunk):
 
 
 def test_tiles_fit():
-    """Tiles of every row fit the shared memory; those compiled for the counts are all."""
+    """Every tile fits in shared memory, and every tile is compiled for the counts."""
     for head_dim, tile, *_ in CONFIGS + BACKWARDS + WIDES:
         assert tile.shared(head_dim) <= SHARED - 1024
     compiled = {(v.head_dim, v.config) for v in variants() if v.config is not None}
     assert NARROW_FORWARD.shared(WIDEST_OF_NARROW, NARROW_VALUES) <= SHARED - 1024
-    assert NARROW_FORWARD.shared(WIDEST_OF_NARROW) > SHARED  # two stages of 128 keys fit no others
+    assert NARROW_FORWARD.shared(WIDEST_OF_NARROW) > SHARED  # 128 keys, two stages: no wider v fits
     stages = {(d, HopperBackwardTile(stages=tile.stages)) for d, tile, _ in BACKWARDS}
     stages |= {(d, HopperD256Tile(stages=tile.stages)) for d, tile, _ in WIDES}
     biased = hopper.tile_of_bias(FORWARD[128, True][0], 128)
     assert compiled == {*CONFIGS, *stages, (WIDEST_OF_NARROW, NARROW_FORWARD), (128, biased)}
-    for head_dim, tile in CONFIGS:  # beside rows of 64 queries in fp32 for each warpgroup
+    for head_dim, tile in CONFIGS:  # plus fp32 rows of 64 queries for each warpgroup
         beside = hopper.tile_of_bias(replace(tile, consumers=2), head_dim)
         assert beside.shared(head_dim) + 2 * 64 * 4 * beside.block_kv <= SHARED - 1024
 
 
 @pytest.mark.parametrize("terms", FP32_BACKWARD)
 def test_fp32_tiles_are_the_kernels(terms):
-    """A plan has the sizes that the fp32 kernels have."""
+    """Planned fp32 tiles have the sizes that the kernels use."""
     tile = FP32_BACKWARD[terms]
     assert (tile.own, tile.other) == (backward_fp32.OWNED.value, backward_fp32.walked(terms))
 
@@ -783,34 +783,34 @@ def test_fp32_tiles_are_the_kernels(terms):
 @pytest.mark.parametrize(
     ("heads", "seq_q", "causal", "groups"),
     [
-        (16, 2048, False, 2),  # 256 tiles of 128 queries, 176 of 192: two rounds each
-        (8, 3072, False, 3),  # 192 and 128: two rounds or one
+        (16, 2048, False, 2),  # 256 tiles of 128 queries, 176 of 192: two waves each
+        (8, 3072, False, 3),  # 192 and 128: two waves or one
         (8, 4096, False, 2),
         (4, 6144, False, 3),
-        (16, 3072, False, 3),  # three rounds or two, each longer by a third
+        (16, 3072, False, 3),  # three waves or two, each longer by a third
         (64, 1024, False, 2),  # four or three
-        (1, 16384, False, 2),  # one round each
+        (1, 16384, False, 2),  # one wave each
         (40, 512, False, 3),  # however short
-        (32, 4096, False, 3),  # 8 rounds: as where there are many
+        (32, 4096, False, 3),  # 8 waves count as many
         (33, 4096, True, 2),
-        (2, 32768, True, 2),  # 4 rounds: longer than 8192, and few
+        (2, 32768, True, 2),  # 4 waves: longer than 8192, and few
         (4, 65536, True, 3),
     ],
 )
 def test_few_tiles_are_counted_in_waves(heads, seq_q, causal, groups):
-    """At D = 64 the larger tiles are taken only where they make fewer waves, or there are many."""
+    """At D = 64, larger tiles are taken only if they make fewer waves, or if waves are many."""
     tile = hopper.forward_tile(spec(heads, seq_q, 60), H200, causal=causal)
     assert tile.consumers == groups
 
 
 def spec(heads, seq_q, head_dim):
-    """Return that of a tensor of so many heads and rows."""
+    """Return the spec of a bf16 tensor [1, heads, seq_q, head_dim]."""
     size = torch.Size((1, heads, seq_q, head_dim))
     return TensorSpec(size, (), torch.bfloat16, torch.device("cuda"), 0)
 
 
 def test_tables():
-    """Widths between are computed as the next; where there is no tile, elsewhere."""
+    """A width between two in the table gets the tile of the next; too small ones have none."""
     gpu = replace(H200, num_sms=100)
 
     def forward(head_dim, seq_q, *, causal, heads=1000):
@@ -842,7 +842,7 @@ def test_tables():
 
 @pytest.mark.parametrize("head_dim", [33, 64, 65, 96, 97, 128, 129, 192, 193, 256])
 def test_columns(head_dim):
-    """A tile's columns that are multiplied are all that a head has, and fewer than 64 more."""
+    """The columns that are multiplied cover the head dimension, with fewer than 64 more."""
     first, rest = head_dim_split(head_dim)
     assert rest in (0, first // 2)
     assert first + rest <= block_d(head_dim)
@@ -850,7 +850,7 @@ def test_columns(head_dim):
 
 
 def test_programs_that_wait_run_together():
-    """Persistent programs wait for one another: the launch needs all of them at once."""
+    """Persistent CTAs wait for each other, so their launch is cooperative."""
     x = TensorSpec.of(torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16))
     lse = TensorSpec.of(torch.zeros(1, 2, 256))
     given, options = (x, x, x, x, x, lse), Options(None, 0.1, family="hopper")
@@ -862,7 +862,7 @@ def test_programs_that_wait_run_together():
 
 
 def test_what_the_tables_hold_was_searched():
-    """The search has every config of the tables among what it times."""
+    """The search times every config of the tables."""
     search = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "tune_hopper.py"))
     tables = [("forward", FORWARD, True), ("backward", BACKWARD, False)]
     tables += [("backward", DETERMINISTIC, True), ("backward", BACKWARD_D256, True)]
@@ -897,14 +897,14 @@ def test_bad_configs(tile, change, words):
 
 
 def test_bad_wide_config():
-    """So for the backward of wide heads."""
+    """A bad config of the backward for D > 128 is an error, too."""
     with pytest.raises(ValueError, match="section: wanted 1 at least, got 0"):
         HopperD256Tile(section=0)
 
 
 @pytest.mark.interpreter
 def test_auto_is_traced_with_symbolic_sizes(monkeypatch):
-    """One graph serves all lengths: which kernels are the faster ones is asked at the launch."""
+    """One graph serves all lengths: the faster kernels are chosen at the launch."""
 
     def limits(problem, device):
         del device

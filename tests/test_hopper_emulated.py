@@ -1,4 +1,4 @@
-"""The Hopper kernels on a CPU: right in any order of events, and planted bugs are caught."""
+"""The Hopper kernels, emulated on a CPU: right in any order of events; bugs are caught."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ UNSTAGED = HopperTile(own_o=False, stages=3)
 
 
 def attend(problem, config, how=None, precision="auto", bounds=(None, None)):
-    """Return what attends to the problem's inputs, with a backward unless that has no config."""
+    """Return attention to a problem's inputs by a config of the forward, with its backward."""
     how = {"deterministic": False} | (how or {})
     band, query_offset = problem.band, problem.seq_kv - problem.seq_q
     if problem.by_rows and bounds[0] is None:
@@ -98,14 +98,14 @@ def attend(problem, config, how=None, precision="auto", bounds=(None, None)):
 
 
 class Asked(NamedTuple):
-    """What kernels are asked.
+    """A problem, and how the kernels run it.
 
     Args:
-        problem: which.
-        config: of the forward; None is that of fp32.
-        how: the backward's config, and whether it is deterministic; None is no backward.
-        at_once: how many programs run at once.
-        values: of the inputs.
+        problem: the problem.
+        config: tile of the forward; None for fp32.
+        how: tile of the backward, and whether it is deterministic; None for no backward.
+        at_once: how many CTAs run at once.
+        values: kind of input values, see ``Sample``.
     """
 
     problem: Problem
@@ -115,7 +115,7 @@ class Asked(NamedTuple):
     values: str = "normal"
 
     def __str__(self):
-        """Return what tells it from others, for the test's id."""
+        """Return the id of the test."""
         return " ".join(map(str, (*self[:2], *(self.how or {}).values(), *self[3:])))
 
 
@@ -130,7 +130,7 @@ def check(asked, *, seed=0, edit=None, call=None, layout="contiguous", drawn=0):
         mock.patch.object(execute, "counters", return_value=shared),
     ):
         assert_accurate(call or attend(problem, config, how), sample)
-    assert not shared.any()  # the next kernel draws from the first tile on
+    assert not shared.any()  # the next kernel starts at the first tile
     return launched
 
 
@@ -143,38 +143,38 @@ def answer(asked, case, seed=0):
 
 
 def bf16(**sizes):
-    """Return a problem."""
+    """Return a bf16 problem."""
     return Problem(dtype="bfloat16", **sizes)
 
 
 def fp16(**sizes):
-    """Return a problem."""
+    """Return an fp16 problem."""
     return Problem(dtype="float16", **sizes)
 
 
 def in_turns(**tile):
-    """Return how a deterministic backward runs."""
+    """Return the options of a deterministic backward."""
     return {"tile": HopperBackwardTile(**tile), "deterministic": True}
 
 
 def in_any_order(**tile):
-    """Return how another one does."""
+    """Return the options of a backward that adds dQ in any order."""
     return in_turns(**tile) | {"deterministic": False}
 
 
 TURNS, UNTURNED = in_turns(), in_any_order(persistent=True)
 ROUND = in_turns(persistent=True, stagger=1)
 WIDE_PASSES = {"tile": HopperD256Tile()}
-PACKED = ((90, 90), (0, 0), (38, 38), (130, 130))  # an empty one, and rows behind the last
+PACKED = ((90, 90), (0, 0), (38, 38), (130, 130))  # one is empty; rows after the last
 # More keys than queries, queries that see no key, keys that no query sees, and two short ones.
 UNEVEN = ((40, 200), (70, 0), (0, 60), (1, 1), (90, 100))
 SPARSE = ((64, 0), (192, 200))
 FORWARDS = [
     Asked(bf16(heads=2, seq_q=140, seq_kv=200)),
     Asked(fp16(heads=4, kv_heads=2, seq_q=70, seq_kv=130, causal=True)),
-    # Dead queries; drawn.
+    # Fully masked rows; dynamic tile scheduler.
     Asked(bf16(heads=3, seq_q=200, seq_kv=70, causal="bottom_right"), at_once=2),
-    Asked(bf16(heads=2, seq_q=260, causal=True, head_dim=128), UNSTAGED, at_once=3),  # drawn
+    Asked(bf16(heads=2, seq_q=260, causal=True, head_dim=128), UNSTAGED, at_once=3),  # dynamic
     Asked(
         fp16(batch=2, heads=2, seq_q=200, seq_kv=130, head_dim=40),
         HopperTile(consumers=3, stages=4),
@@ -192,11 +192,11 @@ FORWARDS = [
     Asked(bf16(heads=2, seq_q=140, seq_kv=200, head_dim=192, value_dim=128), NARROW_FORWARD),
     Asked(fp16(seq_q=200, causal=True, head_dim=136, value_dim=40), NARROW_FORWARD, at_once=2),
     Asked(bf16(seq_q=300, head_dim=168, value_dim=72, window=(70, 20), documents=PACKED), WIDE),
-    Asked(bf16(heads=2, seq_q=300, window=(70, 0)), at_once=2),  # drawn
-    Asked(fp16(seq_q=500, window=(300, 33))),  # tiles before, amid and after those seen whole
-    Asked(bf16(heads=2, seq_q=500, window=(300, 33)), THREE, at_once=2),  # likewise, in one loop
+    Asked(bf16(heads=2, seq_q=300, window=(70, 0)), at_once=2),  # dynamic tile scheduler
+    Asked(fp16(seq_q=500, window=(300, 33))),  # masked tiles, full ones, masked ones
+    Asked(bf16(heads=2, seq_q=500, window=(300, 33)), THREE, at_once=2),  # the same in one loop
     Asked(fp16(heads=2, seq_q=300, causal=True, documents=PACKED), THREE, at_once=2),
-    # Dead rows.
+    # Fully masked rows.
     Asked(bf16(heads=3, seq_q=260, seq_kv=150, window=(20, None), head_dim=128), WIDE, at_once=2),
     Asked(bf16(seq_q=70, seq_kv=400, window=(20, None), causal="bottom_right"), HopperTile()),
     Asked(fp16(seq_q=130, seq_kv=330, window=(140, 3), head_dim=256), WIDE),
@@ -224,9 +224,9 @@ BACKWARDS = [
 ]
 WINDOWS = [
     {"heads": 2, "seq_q": 300, "window": (70, 0)},
-    {"seq_q": 330, "window": (150, 33)},  # tiles before, amid and after those seen whole
-    {"seq_q": 300, "seq_kv": 390, "window": (20, 33)},  # keys that nobody sees
-    {"seq_q": 390, "seq_kv": 300, "window": (70, None)},  # no right bound; dead queries
+    {"seq_q": 330, "window": (150, 33)},  # masked tiles, full ones, masked ones
+    {"seq_q": 300, "seq_kv": 390, "window": (20, 33)},  # keys that no query sees
+    {"seq_q": 390, "seq_kv": 300, "window": (70, None)},  # no right bound; fully masked rows
     {"seq_q": 70, "seq_kv": 400, "window": (20, None), "causal": "bottom_right"},  # left < 0
     {"seq_q": 400, "seq_kv": 150, "window": (30, None), "causal": "bottom_right"},  # right < 0
     {"heads": 2, "kv_heads": 1, "seq_q": 330, "window": (129, None), "causal": "bottom_right"},
@@ -239,7 +239,7 @@ WINDOWS = [
 
 
 def of_windows(*hows):
-    """Return what is asked of these, with backwards in rotation."""
+    """Return the cases of ``WINDOWS``, with each backward in rotation."""
     return [
         Asked(bf16(head_dim=head_dim, **shape), WIDE, how, 2)
         for shape, head_dim, how in zip(WINDOWS, cycle((64, 128, 128, 64)), cycle(hows))
@@ -251,7 +251,7 @@ WIDE_BACKWARDS = [
     for stages, at_once, problem in (
         (2, 1, bf16(heads=4, kv_heads=2, seq_q=140, seq_kv=130, head_dim=256)),
         (2, 2, fp16(heads=3, seq_q=70, seq_kv=200, head_dim=200, causal="bottom_right")),
-        # Dead queries, here and under a window below.
+        # Fully masked rows, here and under a window below.
         (2, 3, bf16(heads=2, seq_q=200, seq_kv=70, head_dim=256, causal="bottom_right")),
         (3, 1, bf16(seq_q=1, seq_kv=70, head_dim=136)),
         (3, 2, bf16(heads=2, seq_q=330, window=(150, 20), head_dim=136)),
@@ -260,7 +260,7 @@ WIDE_BACKWARDS = [
         (3, 2, bf16(heads=2, seq_q=330, window=(150, 20), head_dim=136, value_dim=40)),
         (2, 3, fp16(heads=2, kv_heads=1, seq_q=200, seq_kv=140, window=(0, None), head_dim=256)),
         (2, 1, bf16(seq_q=70, seq_kv=330, window=(9, None), causal="bottom_right", head_dim=256)),
-        (2, 1, bf16(seq_q=200, seq_kv=330, window=(9, 0), head_dim=256)),  # keys nobody sees
+        (2, 1, bf16(seq_q=200, seq_kv=330, window=(9, 0), head_dim=256)),  # unseen keys
         (2, 2, bf16(heads=2, seq_q=300, causal=True, documents=PACKED, head_dim=256)),
         (3, 2, fp16(seq_q=250, seq_kv=400, causal="bottom_right", documents=UNEVEN, head_dim=168)),
         (3, 1, bf16(seq_q=500, window=(150, 40), documents=((420, 420), (50, 50)), head_dim=136)),
@@ -275,15 +275,15 @@ FP32 = [
         {"heads": 4, "kv_heads": 2, "seq_q": 100, "seq_kv": 130},
         {"heads": 2, "seq_q": 130, "seq_kv": 100, "causal": "bottom_right"},  # some see no key
         {"heads": 2, "seq_q": 100, "seq_kv": 130, "head_dim": 72, "causal": "top_left"},
-        {"heads": 1, "seq_q": 200, "seq_kv": 60, "causal": True},  # dk and dv in parts
-        {"heads": 1, "seq_q": 60, "seq_kv": 200},  # dq in parts
+        {"heads": 1, "seq_q": 200, "seq_kv": 60, "causal": True},  # dk and dv are split
+        {"heads": 1, "seq_q": 60, "seq_kv": 200},  # dq is split
         {"heads": 2, "seq_q": 130, "seq_kv": 150, "head_dim": 40, "causal": "bottom_right"},
         {"heads": 2, "seq_q": 200, "window": (70, 3)},
-        {"heads": 1, "seq_q": 200, "seq_kv": 60, "window": (20, None)},  # dead; dk, dv in parts
+        {"heads": 1, "seq_q": 200, "seq_kv": 60, "window": (20, None)},  # masked rows; dk, dv split
         {"heads": 1, "seq_q": 60, "seq_kv": 200, "window": (5, None), "causal": "bottom_right"},
     )
 ]
-# Where the longest rows of 32 heads come first, those of one more come, too.
+# Longest-first order within 32 heads must not leave out the head after them.
 MANY_HEADS = Problem(heads=33, kv_heads=1, seq_q=129, seq_kv=1, head_dim=40, causal=True)
 LAUNCHED = [
     (Asked(MANY_HEADS, None, at_once=2), ["fwd_fp32"]),
@@ -296,7 +296,7 @@ LAUNCHED = [
 
 @pytest.mark.parametrize(("asked", "launched"), LAUNCHED, ids=str)
 def test_accuracy(asked, launched):
-    """Results and gradients are within the budgets, whatever comes late."""
+    """Results and gradients are within the budgets, even if asynchronous operations end late."""
     assert check(asked) == [f"flashattn_hopper_{name}" for name in launched]
 
 
@@ -304,10 +304,10 @@ SCORES = [
     {"alibi": True},
     {"softcap": 0.7},  # most scores are capped
     {"alibi": True, "sink": True},
-    {"softcap": 50.0, "sink": True},  # hardly one is
+    {"softcap": 50.0, "sink": True},  # hardly any score is
     {"softcap": 5.0, "alibi": True},
 ]
-# A matrix of each batch, of all, one row of it, one column; and by distance.
+# Matrices for each batch and for all, a row, a column; and biases by distance.
 BIASES = [
     {"bias": "bhts"},
     {"bias": "1hr", "sink": True},
@@ -317,7 +317,7 @@ BIASES = [
     {"bias": "1ht1"},
     {"bias": "11r"},
 ]
-# Where scores share a bias, a portable kernel finds its gradient, which takes long here.
+# If scores share a bias, a portable kernel computes its gradient, which is slow here.
 LEARNED = [{"bias": "bhts"} | score for score in ({}, {"alibi": True}, {"softcap": 5.0})]
 LEARNED += [{"bias": "bhts", "sink": True}, *({"bias": x} for x in ("bhr", "b11s", "1ht1"))]
 
@@ -325,7 +325,8 @@ LEARNED += [{"bias": "bhts", "sink": True}, *({"bias": x} for x in ("bhr", "b11s
 def scored(problem, score):
     """Return a problem with other scores.
 
-    Of a whole bias rows are of 16 bytes, so that TMA can store its gradient, but of a single key.
+    Rows of a full bias become multiples of 16 bytes, so that TMA can store its gradient, unless
+    there is a single key.
     """
     q, kv = problem.seq_q, problem.seq_kv
     if score.get("bias") == "bhts" and kv > 1:
@@ -348,7 +349,7 @@ SCORED = [
     )
     for asked, score, seed in zip(of, cycle(scores), cycle((1, 2, 0, 3)))
 ]
-FLAT = bf16(heads=2, seq_q=100, seq_kv=140, softcap=0.7)  # tanh is, where gradients are small
+FLAT = bf16(heads=2, seq_q=100, seq_kv=140, softcap=0.7)  # tanh is flat, gradients are small
 SCORED += [
     (Asked(replace(FLAT, head_dim=head_dim), WIDE, how, values=values), 0)
     for head_dim, how in ((128, UNTURNED), (256, WIDE_PASSES))
@@ -358,7 +359,7 @@ SCORED += [
 
 @pytest.mark.parametrize(("asked", "seed"), SCORED, ids=str)
 def test_scores(asked, seed):
-    """So are those of other scores: ALiBi, of all batches or of each, capped ones, and sinks.
+    """Scores with ALiBi, a bias, a softcap or a sink are within the budgets.
 
     Rows that see no key have a sink's logit as lse.
     """
@@ -369,9 +370,9 @@ def test_scores(asked, seed):
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("head_dim", [128, 168, 256], ids=["one pass", "two pieces", "two passes"])
 def test_what_is_in_no_document(head_dim, softcap):
-    """Queries, keys, values and dO behind the last document may be NaN; gradients there are 0.
+    """After the last document q, k, v and dO may be NaN, and o and gradients are 0.
 
-    Tiles of 168 columns are in two pieces of memory.
+    Tiles of 168 columns are stored in two pieces.
     """
     sizes = {"heads": 2, "kv_heads": 1, "seq_q": 290, "seq_kv": 270, "head_dim": head_dim}
     problem = bf16(**sizes, documents=((100, 150),), softcap=softcap)
@@ -403,7 +404,7 @@ EACH_KERNEL = pytest.mark.parametrize(
 @pytest.mark.parametrize("window", [(199, None), (None, 199)])
 @EACH_KERNEL
 def test_a_window_of_all_masks_nothing(window, dtype, head_dim, config, how):
-    """What sees all that it would without a bound has the same bits, in both passes."""
+    """A window that hides nothing gives the bits of no window, in both passes."""
     unbounded = tuple(None if x is None or x >= 199 else x for x in window)
     how = how | {"deterministic": True}
     for causal in (False, "top_left") if window[1] is None else (False,):
@@ -417,7 +418,7 @@ def test_a_window_of_all_masks_nothing(window, dtype, head_dim, config, how):
 
 
 def test_the_next_tile_is_drawn_late(monkeypatch):
-    """A CTA draws a tile when all of its own are loaded but the last values, not before."""
+    """A CTA draws its next tile only after all loads of its own but the last values."""
     loads, drawn = [], []
     load, draw = tma.load_tile, language.atomic_add
 
@@ -454,7 +455,7 @@ SHARES = [
 
 @pytest.mark.parametrize(("problem", "count", "how"), SHARES, ids=str)
 def test_shares(problem, count, how, monkeypatch):
-    """Heads that share keys may be divided among programs: the same, whatever comes late."""
+    """Query heads split over CTAs are within the budgets; all bits but those of dq repeat."""
     monkeypatch.setattr(hopper, "gqa_splits", lambda *_, **__: count)
     asked = Asked(problem, SMALL if problem.head_dim <= 128 else WIDE, how, 3)
     check(asked)
@@ -462,7 +463,7 @@ def test_shares(problem, count, how, monkeypatch):
 
 
 def differing(asked, orders):
-    """Return which of o, lse, dq, dk and dv have other bits in another order of events."""
+    """Return which of o, lse, dq, dk and dv change bits with the order of events."""
     case = Sample(problem=asked.problem).draw()
     answers = [answer(asked, case, seed) for seed in range(orders)]
     results = zip(("o", "lse", "dq", "dk", "dv"), zip(*answers, strict=True), strict=True)
@@ -473,8 +474,8 @@ def differing(asked, orders):
 
 @EACH_KERNEL
 def test_sinks_of_each_batch(dtype, head_dim, config, how):
-    """Batches may have their own sinks; one of -inf is none, by bits, and has no gradient."""
-    sizes = {"heads": 2, "seq_q": 150, "seq_kv": 100, "causal": "bottom_right"}  # dead queries
+    """Batches may have their own sinks; one of -inf has the bits of none, and no gradient."""
+    sizes = {"heads": 2, "seq_q": 150, "seq_kv": 100, "causal": "bottom_right"}  # masked rows
     problem = Problem(dtype=dtype, batch=2, head_dim=head_dim, **sizes)
     case = Sample(problem=problem).draw()
     attends = attend(problem, config, how | {"deterministic": True})
@@ -514,10 +515,10 @@ DISTANCES = replace(MATRIX, bias="11r")
     ],
 )
 def test_keys_that_a_bias_hides(problem, config, dtype):
-    """A bias of -inf hides keys: tiles that are visited first, one among others, all of a row.
+    """A bias of -inf hides keys: the first tiles that are visited, one in between, a whole row.
 
-    Where a row sees a key, the bits are those of a bias that leaves P no more than 0; likewise
-    those of gradients, where no other row has any.
+    Rows that see a key have the bits of a finite bias so low that P is 0. So have dk and dv, if the
+    other rows have no gradient.
     """
     case = Sample(problem=problem).draw()
     inputs = [x.detach().requires_grad_() for x in case.inputs]
@@ -530,7 +531,7 @@ def test_keys_that_a_bias_hides(problem, config, dtype):
         if problem.bias == MATRIX.bias:
             bias[..., 300:], bias[..., 128:192], bias[..., blind, :] = (hidden,) * 3
         else:
-            bias[..., problem.seq_q - 1 :] = hidden  # a query's own place and all behind it
+            bias[..., problem.seq_q - 1 :] = hidden  # a query's own position and all after it
         with emulated(num_sms=2):
             o, lse = attend(problem, config, TURNS)(*inputs, bias=bias)
             results.append((o, lse, *torch.autograd.grad(o, inputs, grad_o)))
@@ -546,7 +547,7 @@ def test_keys_that_a_bias_hides(problem, config, dtype):
 
 @pytest.mark.parametrize(("head_dim", "how"), [(64, TURNS), (168, WIDE_PASSES)])
 def test_bounds_of_each_batch(head_dim, how):
-    """Batches may see other keys each: the bits are those of each alone."""
+    """Each batch may see other keys, and has the bits of the batch alone."""
     problem = bf16(batch=2, heads=2, seq_q=200, head_dim=head_dim, documents="unknown")
     case, results = Sample(problem=problem).draw(), []
     for part in (slice(0, 1), slice(1, 2), slice(None)):
@@ -561,14 +562,14 @@ def test_bounds_of_each_batch(head_dim, how):
 
 
 def promised(x):
-    """Return tanh(x) as wrong as PTX allows ``tanh.approx.f32`` to be."""
+    """Return tanh(x) with the largest error that PTX allows ``tanh.approx.f32``."""
     up = x.contiguous().view(torch.int32) & 1
     return x.tanh() * (1 + (2.0 * up - 1) * 2.0**-11)
 
 
 @pytest.mark.parametrize(("head_dim", "how"), [(64, UNTURNED), (256, WIDE_PASSES)])
 def test_fp16_takes_the_exact_tanh(head_dim, how, monkeypatch):
-    """What PTX promises of the other is too little for fp16, where tanh is nearly flat."""
+    """fp16 uses the exact tanh; the error that PTX allows tanh.approx can break budgets."""
     monkeypatch.setitem(STAND_INS, id(score.tanh_approx), promised)
     sizes = {"heads": 2, "seq_q": 200, "seq_kv": 140, "head_dim": head_dim, "softcap": 50.0}
     check(Asked(fp16(**sizes), WIDE, how, values="negative"))
@@ -579,7 +580,7 @@ def test_fp16_takes_the_exact_tanh(head_dim, how, monkeypatch):
 @pytest.mark.parametrize(("causal", "left"), [("bottom_right", None), (False, None), (True, 390)])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_same_bits(deterministic, causal, left):
-    """Deterministic gradients are the same in any order of events; o and lse always are."""
+    """Deterministic gradients have the same bits in any order of events; o and lse always do."""
     sizes = {"seq_q": 900} if left else {"heads": 2, "seq_q": 200, "seq_kv": 520 if causal else 900}
     problem = bf16(**sizes, causal=causal, window=(left, None))
     how = in_turns(persistent=not causal) | {"deterministic": deterministic}
@@ -587,7 +588,7 @@ def test_the_same_bits(deterministic, causal, left):
 
 
 def test_terms():
-    """-lse / scale and -delta are the sums of their terms, to 24 bits; what is not seen is far."""
+    """Terms of -lse / scale and -delta add up to 24 bits; rows without keys get the lowest bf16."""
     lse = torch.tensor([[[-torch.inf, torch.inf, 0.0, 1e-30, -7.3, 1e5, 3.1]]])
     o, grad_o = torch.randn(2, 1, 1, 7, 64, generator=torch.Generator().manual_seed(0)).to(
         torch.bfloat16
@@ -606,14 +607,14 @@ def test_terms():
     lse = 10 * lse[0, 0, 2:]
     for terms, wanted, size in (
         (minus_lse, -lse, 2**-21 * lse.abs()),
-        (minus_delta, -products.sum(-1), 64 * 2**-24 * products.abs().sum(-1)),  # of fp32's sum
+        (minus_delta, -products.sum(-1), 64 * 2**-24 * products.abs().sum(-1)),  # fp32's sum
     ):
         assert ((terms[0, 2:7].double().sum(-1) - wanted).abs() <= size).all()
 
 
 @pytest.mark.parametrize(("head_dim", "accumulators"), [(64, 1), (128, 3)])
 def test_semaphores_are_cleared(head_dim, accumulators, monkeypatch):
-    """Whatever the workspace of the semaphores held before, no program waits in vain."""
+    """Whatever the memory of the semaphores held before, no CTA waits forever."""
     monkeypatch.setattr(hopper, "dq_accumulators", lambda *_, **__: accumulators)
     empty = torch.empty
 
@@ -628,7 +629,7 @@ def test_semaphores_are_cleared(head_dim, accumulators, monkeypatch):
 
 @pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
 def test_slabs(causal, monkeypatch):
-    """Where programs queue they share several workspaces, whose sum is dq, the same every time."""
+    """CTAs that queue share several dQ accumulators, whose sum has the same bits every time."""
     monkeypatch.setattr(rows, "QUEUE", (1, 1))
     found, chosen = [], hopper.dq_accumulators
     monkeypatch.setattr(
@@ -650,23 +651,23 @@ FEW_FP32 = FP32[0], FP32[5], FP32[6]
     ("values", "layout"), [("extreme", "contiguous"), ("normal", "sequence_first")]
 )
 def test_fp32(asked, values, layout):
-    """What comes cut in three is as accurate with large scores, and wherever o shall lie."""
+    """Decomposed fp32 is within the budgets for large scores, and for another layout."""
     check(asked._replace(values=values), layout=layout)
 
 
 @pytest.mark.parametrize("asked", FEW_FP32, ids=str)
 def test_tf32(asked):
-    """What comes cut in two is right to 16 bits, where one product of TF32 keeps 11."""
+    """Decomposed into two bf16 terms, fp32 is right to 16 bits; one TF32 product keeps 11."""
     case = Sample(problem=asked.problem).draw()
     with emulated(num_sms=asked.at_once):
         errors = relative_errors(attend(*asked[:3], "tf32"), case)
     for name, error in errors.items():
         assert error < 4 * 2 * 2**-16, name
-        assert name == "lse" or error > 2**-20, name  # errors of two terms average in lse
+        assert name == "lse" or error > 2**-20, name  # errors of two terms average out in lse
 
 
 def test_one_key_where_p_is_below_one(monkeypatch):
-    """O is v, but for a rounding of the product and one of the quotient, as P and l are alike."""
+    """With one key, o is v up to one rounding of the product and one of the quotient."""
     below = torch.tensor(1 - 2.0**-24)
     monkeypatch.setattr(language, "exp2", lambda x: torch.exp2(x) * below)
     problem = Problem(heads=2, seq_q=100, head_dim=64, window=(0, 0))
@@ -686,7 +687,7 @@ CUT, GQA = "kernels/hopper/backward_fp32.py", "kernels/hopper/gqa.py"
 SCHEDULER, SCORE = "kernels/hopper/scheduler.py", "kernels/hopper/score.py"
 BIAS = "kernels/hopper/bias.py"
 PIPELINE = "kernels/hopper/pipeline.py"
-# What a warp that stores dq does in a step; and of that, what lets the next CTA do so.
+# A step of a warp that stores dQ; and the part of it that lets the next CTA do so.
 PASSED = (
     "                if value < semaphore.ordered:\n"
     "                    arrive_inc(semaphore.counter(accum_batch * heads + head, tiles, i))\n"
@@ -698,10 +699,10 @@ STORED = (
     "                release_sdq()\n"
     f"{PASSED}"
 )
-# As the warp that waits for the semaphore asks for it.
+# How the warp that waits for the semaphore computes its value.
 TURN = "value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))\n"
 WAITED = "                wait_eq(semaphore.counter("
-# In each planted bug; plans say which programs run at once, and so which bugs are seen.
+# What all planted bugs depend on: plans say which CTAs run at once, and so which bugs show.
 CONCERNED = "tests/test_hopper_emulated.py", "flashattn/emulate"
 CONCERNED += "flashattn/plan/hopper.py", "flashattn/plan/splits.py"
 ASKED = {
@@ -722,7 +723,7 @@ ASKED = {
         NARROW_FORWARD,
         WIDE_PASSES,
     ),
-    "shares": Asked(  # if three programs run at once
+    "shares": Asked(  # if three CTAs run at once
         bf16(batch=2, heads=4, kv_heads=1, seq_q=200, seq_kv=100, head_dim=96), SMALL, TURNS
     ),
     "columns": Asked(bf16(seq_q=200, seq_kv=260, head_dim=96), HopperTile(), TURNS),
@@ -1531,14 +1532,14 @@ PLANTED = {
 
 
 def every_second(x):
-    """Return a copy whose rows a descriptor could have, were they dense."""
+    """Return a copy with strided columns, whose row stride would suit a descriptor."""
     return torch.stack([x, x], -1).flatten(-2)[..., ::2]
 
 
 @pytest.mark.parametrize("move", [every_second, lambda x: x.mT.contiguous().mT])
 @pytest.mark.parametrize("which", range(6))
 def test_what_is_not_dense_is_copied(move, which):
-    """Any of q, k, v, o and of the gradients of o and lse; the bits are those of dense ones."""
+    """Any tensor of either pass that is not dense is copied; the bits are those of a dense one."""
     problem = fp16(heads=2, seq_q=64, head_dim=64)
     q, k, v = make_inputs(problem, device="cpu")
     grad_o, grad_lse = make_grads(problem, device="cpu")
@@ -1557,7 +1558,7 @@ def test_what_is_not_dense_is_copied(move, which):
 
 
 def test_planted_bugs_apply():
-    """The text that each replaces is in the source, once."""
+    """The text that a planted bug replaces is in the source exactly once."""
     for bug in (bug for bugs in PLANTED.values() for bug in bugs):
         source = (MUTANTS.parents[2] / "flashattn" / bug.path).read_text()
         assert bug.applied(source) != source
@@ -1578,7 +1579,7 @@ def test_planted_bugs_apply():
     ],
 )
 def test_planted(asked, shows, bug):
-    """A bug in a kernel is caught: by a wrong answer, or at once where it hangs."""
+    """A bug in a kernel is caught by a wrong result, or at once if it hangs."""
 
     def edit(path, text):
         return bug.applied(text) if path.endswith(bug.path) else text
@@ -1592,13 +1593,13 @@ def test_planted(asked, shows, bug):
 @pytest.mark.concerns("flashattn/kernels/hopper", *CONCERNED)
 @pytest.mark.parametrize("asked", ASKED)
 def test_nothing_planted(asked):
-    """The same is right without a bug, in the same orders of events."""
+    """Without a bug the same cases pass, in the same orders of events."""
     for seed in range(3):
         check(ASKED[asked]._replace(at_once=1 + seed % 3), seed=seed)
 
 
 def play(*roles, seed=0):
-    """Let warps do these."""
+    """Run these functions as warps."""
     schedule = Schedule(seed)
     for i, role in enumerate(roles):
         schedule.start(f"role {i}", role)
@@ -1613,7 +1614,7 @@ def barrier(arrivals):
 
 
 def test_phases():
-    """A phase is over when all have arrived; a new barrier lets pass who waits for the other."""
+    """A phase ends when all have arrived; at a new barrier, a wait for phase 1 passes."""
     bar, said = barrier(2), []
 
     def wait():
@@ -1625,7 +1626,7 @@ def test_phases():
     def arrive():
         for n in range(3):
             barriers.wait(bar, (n & 1) ^ 1)
-            while len(said) < n:  # who waits for one phase must not miss it
+            while len(said) < n:  # the one that waits must not miss a phase
                 here().pause()
             barriers.arrive(bar)
 
@@ -1634,7 +1635,7 @@ def test_phases():
 
 
 def test_too_many_arrive():
-    """More arrivals than a phase waits for are an error; so is a barrier that nobody set up."""
+    """More arrivals than a phase waits for are an error; so is a barrier without init."""
     with pytest.raises(RuntimeError, match="2 arrive at a barrier that waits for 1"):
         play(lambda: barriers.arrive(barrier(1), count=2))
     with pytest.raises(RuntimeError, match="1 arrive at a barrier that waits for 0"):
@@ -1644,7 +1645,7 @@ def test_too_many_arrive():
 
 
 def test_named_barriers():
-    """A phase is over when its threads have arrived: not more, and not before a program ends."""
+    """A phase ends when its threads have arrived; too many, or too few at the end, are errors."""
     said = []
 
     def enter(*numbers, threads=256):
@@ -1666,14 +1667,14 @@ def test_named_barriers():
 
 
 def test_deadlock():
-    """Who waits for what nobody does is named at once, with its line."""
+    """A deadlock is reported at once, with the role that waits and its line."""
     bar = barrier(1)
     with pytest.raises(DeadlockError, match=r"role 1 in <lambda> \(test_hopper_emulated.py:\d+\)$"):
         play(lambda: None, lambda: barriers.wait(bar, 0))
 
 
 def test_errors_end_all():
-    """An error of one is raised, and those that wait end."""
+    """An error in one role is raised, and roles that wait end."""
     bar, begun, ended = barrier(1), [], []
 
     def wait():
@@ -1691,7 +1692,7 @@ def test_errors_end_all():
 
 
 def test_a_seed_repeats():
-    """A seed gives one order of turns, and another seed another."""
+    """A seed always gives the same order of events, and other seeds give others."""
 
     def order(seed):
         said = []
@@ -1710,7 +1711,7 @@ def test_a_seed_repeats():
 
 @pytest.mark.parametrize(("start", "rows"), [(-2, [2, 3]), (0, range(4)), (3, [0, 1]), (7, [])])
 def test_loads_come_late(start, rows):
-    """A tile is NaN until its barrier says so; what lies outside of the tensor is 0."""
+    """A tile is NaN until its barrier has been waited for; outside the tensor it is 0."""
     x = torch.ones(1, 1, 5, 64)[..., :40].bfloat16().contiguous()
     tile, bar = Shared.allocate([1, 1, 4, 64], x.dtype), barrier(1)
 
@@ -1732,7 +1733,7 @@ def test_loads_come_late(start, rows):
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_stores_leave_late(waits):
-    """Only who waits may write where a store reads; it sees what was fenced."""
+    """A store may read until it is waited for; it sees what was written before a fence."""
     seen = set()
 
     def role():
@@ -1757,7 +1758,7 @@ def test_stores_leave_late(waits):
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_products_read_late(waits):
-    """Only who waits may write where a product reads."""
+    """A product may read its operands until it is waited for."""
     seen = set()
 
     def role():
@@ -1778,7 +1779,7 @@ def test_products_read_late(waits):
 
 
 def test_numbers():
-    """Integers divide towards zero, as on a GPU, and stay so."""
+    """Integers divide towards zero, as on a GPU, also after further arithmetic."""
     n = language.Number(-7)
     assert (n // 2, n % 2, 7 // language.Number(-2), (n + 1) // 4, 3 - n) == (-3, -1, -3, -1, 10)
     assert language.cdiv(language.Number(7), 2) == 4

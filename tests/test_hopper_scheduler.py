@@ -1,4 +1,4 @@
-"""What Hopper's programs visit, and their turns: all get one, in the order in which they come."""
+"""Hopper's schedules: which tiles a CTA visits, and the order in which CTAs add to dQ."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LAUNCHES = st.fixed_dictionaries(
 
 
 def schedules(*, blocks, heads, section_heads, wave_size, stagger=1):
-    """Return the blocks of (wave, head): their tile's schedule."""
+    """Return for each (wave, head) the schedules of its key tiles, by block."""
     order, found = scheduler.ASCENDING.value, {}
     tiles = TileScheduler(blocks * heads, blocks, heads, section_heads, order)
     for tile in range(blocks * heads):
@@ -62,7 +62,7 @@ def turn(schedule, i, end, block=None, accums=1, ordered=ALL):
 
 @given(launch=LAUNCHES)
 def test_waves(launch):
-    """Those of a head that run at once are told so, and each is another of them."""
+    """A CTA knows which key tiles of its head run in its wave, and its own rank among them."""
     for blocks in schedules(**launch).values():
         begin, count = min(blocks), len(blocks)
         told = {block: (x.begin, x.count, x.rank) for block, x in blocks.items()}
@@ -71,7 +71,7 @@ def test_waves(launch):
 
 @given(launch=LAUNCHES, stagger=FEW, end=SOME)
 def test_everybody_has_a_turn(launch, stagger, end):
-    """All blocks add to every tile of queries: one each, those of an earlier wave before."""
+    """Every key tile adds to every query tile once, each at a turn of its own."""
     seen = {}
     for (_, head), blocks in schedules(**launch, stagger=stagger).items():
         for schedule in blocks.values():
@@ -84,7 +84,7 @@ def test_everybody_has_a_turn(launch, stagger, end):
 
 @given(count=SOME, stagger=FEW, end=SOME)
 def test_turns_are_in_the_order_of_visits(count, stagger, end):
-    """So nobody waits for one that comes later, let alone for one that waits for it."""
+    """Turns follow the order of visits, so no CTA waits for a later one, and none deadlocks."""
     wave = [ShiftSchedule(0, count, rank, stagger, False) for rank in range(count)]
     for i in range(end):
         order = sorted(wave, key=lambda x: (visits(x, end).index(i), x.rank))
@@ -93,7 +93,7 @@ def test_turns_are_in_the_order_of_visits(count, stagger, end):
 
 @given(count=SOME, stagger=FEW, end=SOME)
 def test_programs_keep_their_distance(count, stagger, end):
-    """They begin ``stagger`` apart, if there is room; the first one with the last tile."""
+    """CTAs start ``stagger`` query tiles apart if there is room, the first at the last tile."""
     begins = [
         ShiftSchedule(0, count, rank, stagger, False).query_tile(0, end) for rank in range(count)
     ]
@@ -106,7 +106,7 @@ def test_programs_keep_their_distance(count, stagger, end):
 
 
 def test_alone():
-    """One at a time: each block is a wave, which begins with the last tile and goes on."""
+    """With one CTA at a time each key tile is a wave, and visits query tiles from the last on."""
     alone = TileScheduler(12, 4, 3, 2, scheduler.ASCENDING.value)
     schedule = shift_schedule(alone, 5, (1, 4), False)
     assert (schedule.begin, schedule.count, schedule.rank) == (2, 1, 0)
@@ -116,7 +116,7 @@ def test_alone():
 
 @given(block=SOME, accums=FEW, ordered=SOME)
 def test_under_a_mask_turns_are_in_the_order_of_keys(block, accums, ordered):
-    """Of those that share an accumulator; past those that are ordered all have the same."""
+    """Under a mask, the key tiles of an accumulator go in order; after ``ordered``, all at once."""
     schedule = ShiftSchedule(0, 5, 3, 4, True)
     assert visits(schedule, 7) == list(range(6, -1, -1))
     assert turn(schedule, 2, 7, block, accums, ordered) == min(block // accums, ordered)
@@ -124,7 +124,7 @@ def test_under_a_mask_turns_are_in_the_order_of_keys(block, accums, ordered):
 
 @st.composite
 def bands(draw):
-    """Return a band with a left bound, as ``Options`` has them: whichever corner it had."""
+    """Return a band with a left bound, shifted as in ``Options`` for either alignment."""
     seq_q, seq_kv = draw(st.integers(1, 700)), draw(st.integers(1, 700))
     left = draw(st.integers(0, 400) | st.sampled_from([0, 1, 63, 64, 65, 127, 129, 191, 193]))
     right = draw(st.none() | st.integers(0, 300))
@@ -134,7 +134,7 @@ def bands(draw):
 
 @st.composite
 def rows(draw):
-    """Return bounds of rows: of documents, or any that never fall."""
+    """Return bounds of rows: of documents, or any that never decrease."""
     seq_q, seq_kv = draw(st.integers(1, 700)), draw(st.integers(1, 700))
     if draw(st.booleans()):
         packed, right = draw(documents(seq_q, seq_kv, 400)), draw(st.none() | st.integers(0, 200))
@@ -147,7 +147,7 @@ def rows(draw):
 
 
 def mask_of(given):
-    """Return what the kernels are told of a band, or of bounds of rows."""
+    """Return the kernels' mask for a band or for bounds of rows."""
     if isinstance(given, Bounds):
         sizes = (given.keys.shape[1], given.queries.shape[1])
         return DEVICE_MASK(*map(Number, sizes), None, None, *(Pointer(x.flatten()) for x in given))
@@ -156,7 +156,7 @@ def mask_of(given):
 
 
 def pairs(given, block_q, block_kv):
-    """Return (whether some pair of each two tiles is visible, whether every pair is)."""
+    """Return for each two tiles whether some score is visible, and whether all are."""
     band = given
     if isinstance(given, Bounds):
         (_, seq_q, _), seq_kv = given.keys.shape, given.queries.shape[1]
@@ -179,14 +179,14 @@ def runs_of(first, full_begin, full_end, end):
 
 
 def agrees(visited, some, every):
-    """Hold what a tile visits to what it sees, and to what needs no mask."""
+    """Check that a tile visits all that it sees, and masks what it does not see in full."""
     assert {i for i, sees in enumerate(some.tolist()) if sees} <= set(visited)
     assert all(every[i] for i, masked in visited.items() if not masked)
 
 
 @given(band=bands() | rows(), block_kv=st.sampled_from([64, 128]), wide=st.booleans())
 def test_keys_that_a_mask_visits(band, block_kv, wide):
-    """A tile of queries visits all keys that it sees once, from the last to the first."""
+    """A query tile visits each key tile that it sees once, from the last to the first."""
     block_q = 128
     if wide:
         block_kv, module, tile = 64, backward_d256_dq, ()
@@ -210,7 +210,7 @@ def test_keys_that_a_mask_visits(band, block_kv, wide):
 
 @given(band=bands() | rows(), block_q=st.sampled_from([64, 128]))
 def test_queries_that_a_mask_visits(band, block_q):
-    """A tile of keys visits all queries that see it, and those of a tile are its turns' order."""
+    """A key tile visits all query tiles that see it; turns at a query tile follow the keys."""
     mask, t = mask_of(band), SimpleNamespace(block_q=Number(block_q))
     names, turns = NAMES(backward_tile.__name__), {}
     some, every = (x.mT for x in pairs(band, block_q, 128))
@@ -228,7 +228,7 @@ def test_queries_that_a_mask_visits(band, block_q):
 
 @given(band=bands() | rows())
 def test_queries_that_a_mask_visits_in_wide_heads(band):
-    """So without turns, where each tile of keys has at least one."""
+    """For D > 128, a key tile visits all query tiles that see it, and at least one."""
     some, every = (x.mT for x in pairs(band, 64, 64))
     names, mask = NAMES(backward_d256.__name__), mask_of(band)
     for block in range(len(some)):

@@ -1,4 +1,4 @@
-"""Every implementation, within the derived budgets of the reference in fp64: o, lse, dq, dk, dv."""
+"""Every implementation is within the error budgets against fp64: o, lse, dq, dk, dv."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = [
     Problem(seq_q=33, seq_kv=1, head_dim=16),  # one key: dS is exactly 0
     Problem(seq_q=1, seq_kv=300, head_dim=64, dtype="float16"),  # decoding
     Problem(seq_q=1, seq_kv=70, head_dim=32, causal="bottom_right"),  # decoding sees every key
-    Problem(seq_q=1, seq_kv=70, head_dim=32, causal="top_left"),  # ... and here only the first
+    Problem(seq_q=1, seq_kv=70, head_dim=32, causal="top_left"),  # ... and here only the first key
     Problem(seq_q=50, seq_kv=130, head_dim=16, causal="top_left"),  # keys that no query sees
     Problem(seq_q=50, seq_kv=130, head_dim=16, causal="bottom_right"),  # chunked prefill
     Problem(seq_q=130, seq_kv=50, head_dim=16, causal="top_left"),  # a plateau of full rows
@@ -34,7 +34,7 @@ CASES = [
     Problem(seq_q=70, head_dim=16, causal=True, softcap=0.7),  # most scores are capped
     Problem(seq_q=90, seq_kv=70, head_dim=64, dtype="bfloat16", window=(20, 33), softcap=5),
     Problem(heads=2, seq_q=70, head_dim=16, causal=True, alibi=True),
-    Problem(  # the last queries stand at the last keys, which nobody sees
+    Problem(  # the last queries are at the last keys, which no query sees
         batch=2, heads=4, kv_heads=2, seq_q=50, seq_kv=130, head_dim=16, causal=True, alibi=True
     ),
     Problem(
@@ -43,7 +43,7 @@ CASES = [
     Problem(heads=4, kv_heads=1, seq_q=1, seq_kv=300, head_dim=64, dtype="float16", alibi=True),
     # Biases: of each score, of all batches, of rows, of columns, of all, of distances.
     Problem(batch=2, heads=2, kv_heads=1, seq_q=70, seq_kv=40, head_dim=16, bias="bhts"),
-    Problem(heads=2, seq_q=70, head_dim=16, causal=True, bias="1hts"),  # tiles that nobody visits
+    Problem(heads=2, seq_q=70, head_dim=16, causal=True, bias="1hts"),  # tiles that are not visited
     Problem(batch=2, heads=2, seq_q=70, seq_kv=130, head_dim=64, dtype="bfloat16", bias="1hts"),
     Problem(batch=2, heads=4, kv_heads=2, seq_q=40, head_dim=16, softcap=5, bias="bh1s"),
     Problem(batch=2, heads=2, seq_q=50, seq_kv=70, head_dim=16, window=(20, 9), bias="11t1"),
@@ -52,7 +52,7 @@ CASES = [
     Problem(batch=2, heads=2, seq_q=90, seq_kv=50, head_dim=64, dtype="float16", bias="bhr"),
     Problem(seq_q=70, head_dim=16, bias="b1ts", documents=((40, 40), (0, 0), (24, 24))),
     Problem(heads=2, seq_q=70, seq_kv=50, head_dim=64, dtype="bfloat16", bias="1hts"),  # in fp32
-    # Values of fewer columns than keys, DeepSeek's last.
+    # Values narrower than keys; the second has DeepSeek's widths.
     Problem(heads=4, kv_heads=2, seq_q=70, seq_kv=90, head_dim=40, value_dim=23, causal=True),
     Problem(heads=2, seq_q=130, head_dim=192, value_dim=128, dtype="bfloat16", causal=True),
     Problem(seq_q=1, seq_kv=70, head_dim=16, documents=((1, 40),)),
@@ -61,15 +61,15 @@ CASES = [
     Problem(batch=2, heads=4, kv_heads=2, seq_q=70, head_dim=16, causal=True, sink=True),
     Problem(heads=2, seq_q=130, seq_kv=50, head_dim=16, causal="bottom_right", sink=True),
     Problem(heads=2, seq_q=9, seq_kv=0, head_dim=16, sink=True),  # all of the softmax is the sink's
-    Problem(seq_q=200, head_dim=16, causal=True, window=(70, None)),  # a tile behind the window
+    Problem(seq_q=200, head_dim=16, causal=True, window=(70, None)),  # a tile outside the window
     Problem(seq_q=200, head_dim=16, dtype="bfloat16", window=(20, 33)),  # masked at both ends
     Problem(seq_q=70, head_dim=16, causal=True, window=(0, None)),  # every query sees itself alone
     Problem(seq_q=70, seq_kv=300, head_dim=16, causal="bottom_right", window=(20, None)),  # prefill
     Problem(seq_q=130, seq_kv=50, head_dim=16, window=(9, 9)),  # the last rows see no key
     Problem(
         seq_q=130, seq_kv=50, head_dim=16, causal="bottom_right", window=(9, None)
-    ),  # the first
-    # Packed documents: an empty one, one that ends with a tile, and rows behind the last.
+    ),  # the first rows see no key
+    # Packed documents: an empty one, one that ends with a tile, and rows after the last.
     Problem(seq_q=150, head_dim=16, causal=True, documents=((40, 40), (0, 0), (24, 24), (70, 70))),
     Problem(  # more keys than queries in one, no keys in another, no queries in the last
         heads=4,
@@ -97,13 +97,13 @@ CASES = [
     Problem(seq_q=40, head_dim=16, dtype="float64", causal=True),  # wider than the kernels take
     Problem(batch=0, seq_q=8, head_dim=16),  # nothing at all
     Problem(heads=0, seq_q=8, head_dim=16),
-    Problem(seq_q=0, seq_kv=9, head_dim=16),  # keys, but no one asks
+    Problem(seq_q=0, seq_kv=9, head_dim=16),  # keys, but no queries
     Problem(seq_q=9, seq_kv=0, head_dim=16),  # every row sees no key
 ]
 HEAD_DIMS = {"hopper": tuple(range(40, 137, 8))}  # it refuses most others in half precision
-COMPILED = 4  # cases from the top for those who compile
-# On a GPU most examples want kernels that nobody has compiled: a third of the profile's, in tests
-# that compile side by side.
+COMPILED = 4  # the first cases, for implementations that compile
+# On a GPU most examples compile new kernels: run a third of the profile's examples, in tests that
+# compile in parallel.
 SHARES, DIVISOR = (10, 3) if torch.cuda.is_available() else (1, 1)
 BIG = [
     Problem(batch=2, heads=4, seq_q=1024, head_dim=64, dtype="bfloat16", causal=True),
@@ -124,7 +124,7 @@ def unasked(impl, problem):
 
 
 def unasked_if_small(impl, problem):
-    """Return likewise, or that size makes no difference to an implementation."""
+    """Return the same, or that size makes no difference to an implementation."""
     same = impl.name in ("tiled", "reference")
     return f"{impl.name} is the same code at any size" if same else unasked(impl, problem)
 
@@ -143,9 +143,9 @@ strictly = pytest.mark.why_not.with_args(unasked_strictly)
 
 
 def verify(impl, device, problem, **how):
-    """Hold an implementation to its budgets, or skip with the sentence that says why not.
+    """Hold an implementation to its budgets, or skip with the reason why not.
 
-    A peer that misses a budget is reported as an expected failure: that is its maker's to mend.
+    A peer that misses a budget is an expected failure, for its authors to fix.
     """
     reason = impl.why_not(problem, device, grad=impl.grad)
     if reason is not None:
@@ -202,7 +202,7 @@ def test_values(impl, device, name, dtype):
 @strictly
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(impl, device, layout):
-    """Inputs are read where they lie, whatever their strides."""
+    """Inputs may have any strides."""
     problem = Problem(
         batch=2, heads=4, kv_heads=2, seq_q=40, seq_kv=70, head_dim=24, dtype="float16"
     )
@@ -213,7 +213,7 @@ def test_layouts(impl, device, layout):
 @pytest.mark.why_not.with_args(undifferentiated)
 @pytest.mark.parametrize("layout", GRAD_LAYOUTS)
 def test_grad_layouts(impl, device, layout):
-    """The gradients of o and lse are read where they lie, whatever their strides."""
+    """The gradients of o and lse may have any strides."""
     problem = Problem(
         batch=2, heads=4, kv_heads=2, seq_q=40, seq_kv=70, head_dim=24, dtype="bfloat16"
     )
@@ -221,14 +221,14 @@ def test_grad_layouts(impl, device, layout):
 
 
 @strictly
-@pytest.mark.parametrize(  # so few that the backward is one launch, and more
+@pytest.mark.parametrize(  # the first is so small that the backward is one launch
     ("heads", "seq_kv"), [(2, 30), (4, 70)]
 )
 def test_mixed_layouts(impl, device, heads, seq_kv):
     """Each of q, k, v, o and the gradient of o is read by its own strides."""
     problem = Problem(
         heads=heads, kv_heads=heads // 2, seq_q=40, seq_kv=seq_kv, head_dim=16, dtype="float16"
-    )  # fp32 may come cut, and then lies as the kernels want it
+    )  # decomposed fp32 would have the kernels' own layout
     lay = [LAYOUTS[name] for name in ("sequence_first", "packed", "misaligned")]
 
     def call(*inputs, **options):
@@ -245,14 +245,14 @@ def test_mixed_layouts(impl, device, heads, seq_kv):
     ids=str,
 )
 def test_far_below_zero(impl, device, problem):
-    """Where lse is below -88.7, and exp(-lse) inf, a key that only pads a tile gives no NaN."""
+    """If lse is below -88.7, so that exp(-lse) is inf, padded keys of a tile give no NaN."""
     exact = run_reference(Sample(problem=problem, device=device, values="negative").draw())
     assert exact["lse"].max() < -88.7
     verify_strictly(impl, device, problem, values="negative")
 
 
 def of_other_scales(impl, scale):
-    """Return that an implementation does not take a scale, or None."""
+    """Return why an implementation does not take a scale, or None."""
     return None if impl.takes_scale(scale) else f"{impl.name} takes no scale of {scale}"
 
 
@@ -271,7 +271,7 @@ def test_scales(impl, device, scale):
 @hypothesis.given(data=st.data(), seed=st.integers(0, 2**31))
 def test_any_problem(impl, device, share, data, seed):
     """Any problem, in any layout, of any values, at any scale, stays within the budgets."""
-    del share  # each draws examples of its own
+    del share  # each test draws its own examples
     longest, heads = (80, 4) if device.type == "cpu" else (700, 12)
     drawn = problems(
         longest=longest,
@@ -284,7 +284,7 @@ def test_any_problem(impl, device, share, data, seed):
         narrowed=(False, False, False, True),
     )
     problem = impl.fit(data.draw(drawn, label="problem"))
-    hypothesis.assume(problem.batch * problem.heads <= heads)  # one by one in the interpreter
+    hypothesis.assume(problem.batch * problem.heads <= heads)  # run one by one in the interpreter
     hypothesis.assume(impl.why_not(problem, device, grad=impl.grad) is None)
     verify(
         impl,

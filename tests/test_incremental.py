@@ -1,4 +1,4 @@
-"""``flashattn.counts.compiled`` counts again what is made of another source, and nothing else."""
+"""``flashattn.counts.compiled`` recounts the cases whose source has changed, and no others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MADE_OF = {
 
 @pytest.fixture
 def source(monkeypatch):
-    """Return a function that hashes what made-up rows are made of."""
+    """Return a function that hashes the source of a made-up row."""
 
     def run(libraries="/here", **others):
         given = SimpleNamespace(**MADE_OF | others)
@@ -41,7 +41,7 @@ def source(monkeypatch):
 
 
 def test_all_that_makes_a_row_is_in_its_source(source):
-    """The module, options, versions, the launch, and how it is counted are; paths are not."""
+    """The hash covers the module, options, launch, versions and counters, but no paths."""
     assert source("/elsewhere") == source()
     others = MADE_OF | dict.fromkeys(MADE_OF, "other") | {"options": {"num_warps": 8}}
     changed = {source(**{name: other}) for name, other in others.items()}
@@ -69,7 +69,7 @@ def collected(monkeypatch):
 
 
 def test_only_what_changed_is_compiled(collected):
-    """A row stands while its source is the same."""
+    """A row is kept while its source is the same, and counted again when it changes."""
     before = {"same": "1", "changed": "2", "gone": "3"}
     rows, _, seen = collected(before, {})
     assert seen == list(before)
@@ -82,7 +82,7 @@ def test_only_what_changed_is_compiled(collected):
 
 
 def test_a_complaint_is_never_hidden(collected):
-    """What has a complaint is compiled each time, whatever is written, until it has none."""
+    """A case with a complaint is compiled each time, until it has none."""
     sources, rows = {"case": "1"}, {}
     for complaint in ("spills", "spills", None):
         rows, complaints, seen = collected(sources, rows, complaint)

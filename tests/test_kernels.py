@@ -1,4 +1,4 @@
-"""The kernels as launched: both ways of loading, split keys, fp32's precision, far addresses."""
+"""The portable kernels: launches, loading, split keys, fp32's precision, 64-bit offsets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from flashattn.testing.poison import guard
 
 
 def forget():
-    """Plan anew whatever is launched next."""
+    """Drop all plans."""
     api._PLANS.clear()
     for bound in (execute.bind_forward, execute.bind_backward, single_kernel._alone):
         bound.cache_clear()
@@ -51,7 +51,7 @@ def forget():
 
 @pytest.fixture
 def limited(monkeypatch):
-    """Return what changes the limits of every table, and how much is split."""
+    """Return a function that changes the limits of every table, and the number of splits."""
     rows_of = tables.rows_of
 
     def change(splits=None, **limits):
@@ -78,7 +78,7 @@ def triton(causal, **options):
 
 
 def test_both_ways_of_loading_are_tested(device):
-    """A contiguous input gets descriptors where the table has them, a misaligned one pointers."""
+    """Contiguous inputs get descriptors if the table has them, misaligned ones pointers."""
     if device.type == "cuda" and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("this GPU has no descriptors")
     for layout, descriptors in (("contiguous", True), ("misaligned", False), ("expanded", False)):
@@ -102,7 +102,7 @@ def test_both_ways_of_loading_are_tested(device):
     ],
 )
 def test_tiny_problems_are_loaded_by_pointers(sizes, descriptors, limited):
-    """Where there are few scores, the table's tile for what has no descriptors is taken."""
+    """With few scores, the table's tile for pointers is taken."""
     limited(pointers=4 * 64 * 64)
     q, k, v = map(TensorSpec.of, make_inputs(Problem(**sizes, head_dim=64, dtype="bfloat16")))
     rows = tables.rows_of(CARDS["H200"])
@@ -116,7 +116,7 @@ def test_tiny_problems_are_loaded_by_pointers(sizes, descriptors, limited):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("layout", ["contiguous", "packed"])
 def test_loading_changes_no_bit(device, layout, dtype):
-    """Descriptors and pointers give the same bits with the same tile, of decomposed fp32, too."""
+    """Descriptors and pointers give the same bits with the same tile, also for decomposed fp32."""
     problem = Problem(heads=2, seq_q=45, seq_kv=70, head_dim=24, dtype=dtype, causal=True)
     q, k, v = make_inputs(problem, device=device, layout=layout)
     grad_o, grad_lse = make_grads(problem, device=device)
@@ -137,7 +137,7 @@ def test_loading_changes_no_bit(device, layout, dtype):
 
 @pytest.mark.parametrize("layout", ["contiguous", "misaligned"])
 def test_like_inputs_are_launched_again(device, layout, monkeypatch):
-    """Inputs like earlier ones skip Triton's own launcher, and get an answer of their own."""
+    """Inputs with a known signature skip Triton's launcher, and get results of their own."""
     problem = Problem(heads=2, seq_q=33, seq_kv=50, head_dim=16, dtype="float16", causal=True)
     draws = [make_inputs(problem, seed=seed, device=device, layout=layout) for seed in (0, 1)]
     grads = make_grads(problem, device=device)
@@ -161,11 +161,11 @@ def test_like_inputs_are_launched_again(device, layout, monkeypatch):
     for inputs, exact in zip(draws, wanted, strict=True):
         got = answers(inputs)
         assert all(torch.equal(a, b) for a, b in zip(got, exact, strict=True))
-    assert bool(firsts) == (device.type == "cpu")  # where every launch is interpreted
+    assert bool(firsts) == (device.type == "cpu")  # there every launch is interpreted
 
 
 def test_unlike_inputs_are_not():
-    """A tensor is like another only if size, strides, dtype, device and alignment are the same."""
+    """Specs are equal only if size, strides, dtype, device and alignment are."""
     x = torch.zeros(2, 2, 9, 16)
     others = (
         torch.zeros(2, 2, 10, 16),
@@ -195,7 +195,7 @@ OTHER_NUMBERS = ({"right": None}, {"left": 1}, {"scale": 0.5}, {"precision": "tf
 
 
 def test_a_forward_plan_is_of_all_that_it_depends_on(device):
-    """Anything else that a launch depends on makes a plan of its own, and the same makes none."""
+    """A change in anything that a launch depends on makes a new plan; equal calls make none."""
     given = list(make_inputs(Problem(heads=2, seq_q=9, head_dim=16), device=device))
     execute.bind_forward.cache_clear()
     for _ in range(2):
@@ -215,7 +215,7 @@ def test_a_forward_plan_is_of_all_that_it_depends_on(device):
 
 
 def test_a_backward_plan_is_of_all_that_it_depends_on(device):
-    """So does anything that one of its three kernels depends on."""
+    """A change in anything that a backward kernel depends on makes a new plan."""
     problem = Problem(heads=2, seq_q=9, head_dim=16)
     given = list(make_inputs(problem, device=device))
     given += execute.forward(*given, **NUMBERS)
@@ -237,7 +237,7 @@ def test_a_backward_plan_is_of_all_that_it_depends_on(device):
 
 
 def test_a_plan_bound_among_poison_holds_no_outputs(device):
-    """What it makes later is freed with its last user, and is poison again among poison."""
+    """Outputs of a plan bound under ``guard`` are freed after use, and guarded only under it."""
     inputs = make_inputs(Problem(heads=2, seq_q=9, head_dim=16), device=device)
     execute.bind_forward.cache_clear()
     with guard(*inputs) as given:
@@ -253,7 +253,7 @@ def test_a_plan_bound_among_poison_holds_no_outputs(device):
 
 
 class Compiled(CompiledKernel):
-    """One of Triton's, without a GPU.
+    """A compiled kernel of Triton's, without a GPU.
 
     Args:
         launched: gets the arguments of each launch.
@@ -266,11 +266,11 @@ class Compiled(CompiledKernel):
         self._run = lambda *given: launched.append(given)
 
     def __del__(self):
-        """Do not unload it."""
+        """Do not unload the module."""
 
 
 class Kernel:
-    """A kernel of q, k, size and BLOCK, compiled for no GPU.
+    """A jitted kernel of q, k, size and BLOCK, without a GPU.
 
     Args:
         compiled: what is launched.
@@ -279,11 +279,11 @@ class Kernel:
     arg_names = ("q", "k", "size", "BLOCK")
 
     def __init__(self, compiled):
-        """Hold on to it."""
+        """Store the compiled kernel."""
         self.compiled = compiled
 
     def __getitem__(self, grid):
-        """Return what launches it, as Triton's does."""
+        """Return a function that launches the kernel, as Triton's does."""
 
         def call(*operands, num_warps, **named):
             assert num_warps == 4
@@ -296,9 +296,9 @@ class Kernel:
 @pytest.mark.parametrize("described", [False, True])
 @pytest.mark.parametrize("heard", [False, True])
 def test_a_launch_starts_what_triton_would_start(described, heard, monkeypatch):
-    """From the second call on Triton's launcher gets what Triton itself would give it.
+    """From the second call on, Triton's launcher gets what Triton itself would pass.
 
-    On the stream that is current then; and where a hook listens, as a profiler's, it is told.
+    The stream is the one that is current then. A launch hook, such as a profiler's, is called.
     """
     launched, stream = [], 7
     active = SimpleNamespace(
@@ -324,7 +324,7 @@ def test_a_launch_starts_what_triton_would_start(described, heard, monkeypatch):
     first, (*ours, descriptor, last, size, block), (*theirs, exact, _, _, _) = launched
     assert (first[3], ours[3]) == ((1, 7), (1, 8))
     assert ours[:6] == theirs[:6]
-    told = theirs[6:] if heard else [None] * 3  # what there is to tell, and whom
+    told = theirs[6:] if heard else [None] * 3  # hooks, and what they are told
     assert list(map(type, ours[6:])) == list(map(type, told))
     assert (size, block) == (9, 32)
     assert last is other
@@ -337,10 +337,10 @@ def test_a_launch_starts_what_triton_would_start(described, heard, monkeypatch):
 
 
 class Driver:
-    """CUDA's driver, of which a thread has the context given, or none."""
+    """A fake CUDA driver, in which a thread has the given context, or none."""
 
     def __init__(self, context):
-        """Note what is made current."""
+        """Start with no contexts made current."""
         self.context, self.bound, self.asked = context, [], 0
 
     def cuCtxGetCurrent(self, pointer):  # noqa: N802
@@ -349,17 +349,17 @@ class Driver:
         pointer._obj.value = self.context
 
     def cuDevicePrimaryCtxRetain(self, pointer, device):  # noqa: N802
-        """Return a context that tells its device."""
+        """Return a context that encodes its device."""
         pointer._obj.value = 100 + device
 
     def cuCtxSetCurrent(self, context):  # noqa: N802
-        """Note it."""
+        """Record the context."""
         self.bound.append(context.value)
 
 
 @pytest.mark.parametrize(("context", "bound"), [(None, [103]), (7, [])])
 def test_a_new_thread_has_a_context(context, bound, monkeypatch):
-    """A thread's first launch finds a context, its own if it has one; later ones do not ask."""
+    """A thread's first launch keeps its context or sets one; later launches do not ask."""
     cuda = Driver(context)
     monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: cuda)
     monkeypatch.setattr(launch, "_current_device", lambda: 3)
@@ -372,7 +372,7 @@ def test_a_new_thread_has_a_context(context, bound, monkeypatch):
 
 
 def test_a_launcher_takes_what_it_is_given():
-    """In the versions of Triton that are allowed the launcher's arguments come in this order."""
+    """The launcher of the installed Triton takes its arguments in this order."""
     names = list(signature(CudaLauncher.__call__).parameters)
     assert names[:6] == ["self", "gridX", "gridY", "gridZ", "stream", "function"]
 
@@ -384,14 +384,14 @@ SPLITS = (
     Problem(heads=2, seq_q=7, seq_kv=190, head_dim=24, causal="bottom_right", dtype="float16"),
     Problem(seq_q=70, seq_kv=300, head_dim=16, causal="top_left"),  # splits that no query sees
     Problem(seq_q=70, seq_kv=300, head_dim=16, causal="top_left", dtype="bfloat16"),
-    Problem(seq_q=150, seq_kv=130, head_dim=16, causal="bottom_right"),  # dead rows
+    Problem(seq_q=150, seq_kv=130, head_dim=16, causal="bottom_right"),  # fully masked rows
 )
 
 
 @pytest.mark.parametrize("num_splits", [2, 1000])
 @pytest.mark.parametrize("problem", SPLITS, ids=str)
 def test_split_keys(device, problem, num_splits, limited):
-    """However many splits the keys have, o and lse, and their gradients, are right."""
+    """For any number of splits, o, lse and their gradients are within the budgets."""
     limited(splits=num_splits)
     assert_accurate(triton(problem.causal), Sample(problem=problem, device=device))
 
@@ -399,7 +399,7 @@ def test_split_keys(device, problem, num_splits, limited):
 @pytest.mark.parametrize("num_splits", [2, 1000])
 @pytest.mark.parametrize("problem", SPLITS, ids=str)
 def test_splits_leave_counters_zero(device, problem, num_splits, limited, monkeypatch):
-    """The next kernel of the stream counts from zero again."""
+    """Counters of splits are zero again for the next kernel of the stream."""
     limited(splits=num_splits)
     shared = torch.zeros(MOST, dtype=torch.int32, device=device)
     monkeypatch.setattr(execute, "counters", lambda *_: shared)
@@ -411,9 +411,9 @@ def test_splits_leave_counters_zero(device, problem, num_splits, limited, monkey
 
 @pytest.mark.parametrize(("apart", "num_splits"), [(0, 1), (1, 2), (4, 1), (4, 2)])
 @pytest.mark.parametrize("head_dim", [6, 20, 40])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # which comes decomposed
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # fp32 comes decomposed
 def test_columns_come_together(device, head_dim, apart, num_splits, dtype, limited):
-    """As many at once as their number, and the distance of the rows, allow; NaN lies between."""
+    """Columns load as many at once as D and the row stride allow; NaN between rows is not read."""
     limited(splits=num_splits)
     attend = triton("bottom_right")
 
@@ -441,9 +441,9 @@ def test_columns_come_together(device, head_dim, apart, num_splits, dtype, limit
     ],
 )
 def test_backward_is_few_launches(device, dtype, few, num_splits, tiny, limited, monkeypatch):
-    """One decomposes all inputs, one or two for the passes, one for all sums of splits.
+    """The backward is one preprocess, one decompose, one or two passes and one reduction.
 
-    And one in all where there is next to nothing to do.
+    A tiny problem takes a single launch.
     """
     problem = Problem(seq_q=384, head_dim=16, dtype=dtype)
     most = 1000 if few else 0
@@ -461,7 +461,7 @@ def test_backward_is_few_launches(device, dtype, few, num_splits, tiny, limited,
         launched.append(self._kernel.fn.__name__.removeprefix("flashattn_"))
 
     q, k, v = (x.requires_grad_() for x in inputs)
-    monkeypatch.setattr(launch.KernelLaunch, "__call__", note)  # what is launched need not run
+    monkeypatch.setattr(launch.KernelLaunch, "__call__", note)  # launches need not run
     o, _ = triton(False)(q, k, v)
     launched.clear()
     torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
@@ -476,7 +476,7 @@ def test_backward_is_few_launches(device, dtype, few, num_splits, tiny, limited,
     [("bfloat16", 64, 8), ("float32", 32, 8), ("float32", 33, 2), ("float32", 64, 2)],
 )
 def test_small_grids_of_the_backward(dtype, head_dim, most):
-    """Both passes are one launch up to 8 programs an SM, 2 where wide fp32 is decomposed."""
+    """Both passes are one launch up to 8 programs per SM, or 2 for wide decomposed fp32."""
     tile, gpu = Tile(64, 32, 4, 1, descriptors=True, decomposed=True), CARDS["H200"]
     heads = gpu.num_sms * most // 2  # each a tile of queries and one of keys
     for rows in (64, 65):
@@ -488,7 +488,7 @@ def test_small_grids_of_the_backward(dtype, head_dim, most):
 
 @pytest.mark.parametrize("scale", [0.2, -0.2])
 def test_ties_weigh_the_same_in_every_tile(device, scale):
-    """Two keys of one score share a query evenly, though one lies in a tile that has a mask."""
+    """Two keys of equal score get equal weights, even if one lies in a masked tile."""
     high = 1.7 if scale > 0 else -1.7
     q = torch.full((1, 1, 40, 64), 3.3, device=device)
     k = torch.full((1, 1, 129, 64), -high, device=device)
@@ -503,7 +503,7 @@ def test_ties_weigh_the_same_in_every_tile(device, scale):
 @pytest.mark.parametrize("programs", [1, 7, 100, 100_000])
 @pytest.mark.parametrize("seq_kv", [1, 64, 65, 1000, 2**20])
 def test_splits_are_whole_tiles_and_cover_the_keys(kernel, programs, seq_kv):
-    """Every row is in one split, no split is empty, and many programs are not split."""
+    """Every key is in one split, no split is empty, and many programs are not split."""
     most = num_splits(Limits().split[kernel], programs, -(-seq_kv // 64), 132)
     num, length = split(seq_kv, 64, most)
     assert length % 64 == 0
@@ -538,7 +538,7 @@ def test_small_grids_split_long_rows(causal):
     ("head_dim", "causal", "most"), [(16, True, 4), (32, False, 2), (64, True, 2), (64, False, 2)]
 )
 def test_tiles_for_small_grids(head_dim, causal, most):
-    """If all programs run at once they own few queries, where keys are few; a few more split."""
+    """One wave with few keys takes ``fwd_short_kv``, other small grids ``fwd_small_grid``."""
     gpu = replace(CARDS["H200"], num_sms=8)
 
     def chosen(rows, keys):
@@ -559,7 +559,7 @@ def test_tiles_for_small_grids(head_dim, causal, most):
 
 @pytest.mark.parametrize(("left", "short"), [(1023, True), (1024, False), (None, False)])
 def test_tiles_for_windows(left, short):
-    """A short window has tiles of its own, and nobody splits its keys, few as programs are."""
+    """A short window has its own tiles, and its keys are not split, however few programs."""
     problem = Problem(seq_q=4096, head_dim=64, dtype="bfloat16")
     q, k, v = map(TensorSpec.of, make_inputs(problem))
     gpu, options = CARDS["H200"], Options(0, 1.0, left=left)
@@ -572,7 +572,7 @@ def test_tiles_for_windows(left, short):
 
 
 def test_bf16_terms_add_up(device):
-    """Three terms are fp32 of any exponent from 2^-110 on, and of smaller ones all above 2^-134."""
+    """Three bf16 terms are exact from 2^-110 on; below, they are off by at most 2^-134."""
     exponents = torch.arange(-149.0, 128.0, dtype=torch.float64)[:, None]
     mantissas = 1 + torch.arange(64.0, dtype=torch.float64).mul(0.6180339887).frac()
     wanted = (2**exponents * mantissas).float()
@@ -588,9 +588,9 @@ def test_bf16_terms_add_up(device):
 
 @pytest.mark.parametrize("terms", [2, 3])
 def test_the_largest_numbers_have_finite_terms(terms, device):
-    """They are truncated: the first terms of those that round to infinity as bf16 do not."""
+    """Numbers that would round to infinity in bf16 are truncated, so their terms are finite."""
     largest = torch.finfo(torch.float32).max
-    nearest = 2.0**127 * (2 - 2.0**-8)  # the least of those
+    nearest = 2.0**127 * (2 - 2.0**-8)  # the least that rounds to infinity
     below = torch.tensor(nearest).nextafter(torch.tensor(0.0)).item()
     wanted = torch.tensor([largest, -largest, nearest, -nearest, below, -below])
     q = wanted[None, None, :, None].to(device)
@@ -610,7 +610,7 @@ def split_p(p, terms, size: tl.constexpr):
 
 
 def left_out(p, v):
-    """Return what six products of their bf16 terms leave out of p * v."""
+    """Return the part of p * v that six products of bf16 terms leave out."""
     of_p = torch.empty(3, len(p), device=p.device)
     split_p[(1,)](p, of_p, len(p))
     (of_v, *_) = single_kernel.decompose(*[v[None, None, :, None]] * 4, terms=3)
@@ -621,7 +621,7 @@ def left_out(p, v):
 
 
 def test_what_products_leave_out(device):
-    """Of P it has no sign, and none is left where P is within a unit in the last place of 1."""
+    """What is left out of P @ V has no bias, and is negligible if P is within one ulp of 1."""
     generator = torch.Generator().manual_seed(0)
     p, v = (torch.rand(4096, generator=generator).to(device) for _ in range(2))
     relative = left_out(p, v) / (p.double() * v.double())
@@ -631,7 +631,7 @@ def test_what_products_leave_out(device):
 
 
 def test_what_scores_of_a_key_leave_out(device):
-    """It has no sign over queries that are alike: dv of that key would add it up."""
+    """What is left out of scores has no bias over similar queries: dv would add it up."""
     generator = torch.Generator().manual_seed(0)
     q, k = (11 + torch.rand(n, generator=generator).to(device) for n in (4096, 64))
     found = [
@@ -646,9 +646,10 @@ def test_what_scores_of_a_key_leave_out(device):
 
 @pytest.mark.interpreter
 def test_one_key_where_p_is_below_one(monkeypatch):
-    """O is v, but for a rounding of the product and one of the quotient, as P and l are alike.
+    """With one key, o is v up to one rounding of the product and one of the quotient.
 
-    On a GPU the exponent of the largest score is what its product with the scale was rounded by.
+    P and l are off from 1 alike: on a GPU the exponent of the largest score is the rounding error
+    of its product with the scale.
     """
     below = np.float32(1 - 2.0**-24)
     monkeypatch.setattr(
@@ -664,7 +665,7 @@ def test_one_key_where_p_is_below_one(monkeypatch):
 
 
 def test_denormal_numbers_count_where_nothing_is_cut(device):
-    """fp32 that is loaded as it is keeps denormal numbers (a GPU need not), gradients too."""
+    """Without decomposition fp32 keeps denormal numbers, in gradients too (a GPU need not)."""
     problem = Problem(seq_q=20, seq_kv=30, head_dim=16)
     sample = Sample(problem=problem, device=device, values="denormal")
     assert_accurate(triton(False), sample)
@@ -678,10 +679,10 @@ def test_fp32_precision(device, precision):
     assert_accurate(triton("top_left", precision=precision), sample)
 
 
-@pytest.mark.gpu  # the interpreter makes one product of TF32 in full fp32
+@pytest.mark.gpu  # the interpreter computes a TF32 product in full fp32
 @pytest.mark.parametrize("seq_kv", [1, 100])
 def test_fp32_budgets_see_tf32(device, seq_kv):
-    """One TF32 product in place of six of bf16 breaks the budgets, where dS cancels, too."""
+    """One TF32 product instead of six bf16 products breaks the budgets, also where dS cancels."""
     problem = Problem(heads=2, seq_q=100, seq_kv=seq_kv, head_dim=128)
     with pytest.raises(AssertionError, match="budget"):
         assert_accurate(triton(False, precision="tf32"), Sample(problem=problem, device=device))
@@ -689,7 +690,7 @@ def test_fp32_budgets_see_tf32(device, seq_kv):
 
 @pytest.mark.parametrize("few", [True, False], ids=["together", "apart"])
 def test_heads_beyond_a_band(device, limited, few):
-    """Where the longest rows of 32 heads come first, those of three more come, too."""
+    """Longest-first order within 32 heads does not leave out the three heads after them."""
     limited(fused=1000 if few else 0)
     problem = Problem(heads=35, kv_heads=35, seq_q=33, seq_kv=33, head_dim=16, causal=True)
     if device.type == "cuda":
@@ -699,9 +700,9 @@ def test_heads_beyond_a_band(device, limited, few):
 
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
 def test_tf32_in_two_terms(device, causal):
-    """Where TF32 will do, fp32 as two bf16 terms is right to 16 bits, but not to 20.
+    """If TF32 is enough, fp32 as two bf16 terms is right to 16 bits, but not to 20.
 
-    Errors of scores have no sign, so those of a row average in lse.
+    Errors of scores have no bias, so they average out in the lse of a row.
     """
     problem = Problem(heads=8, seq_q=400, seq_kv=500, head_dim=64, causal=causal)
     if device.type == "cpu":
@@ -713,7 +714,7 @@ def test_tf32_in_two_terms(device, causal):
 
 
 def test_torch_decides_on_tf32():
-    """Precision auto is six bf16 products, and TF32 where torch's setting allows it."""
+    """Precision "auto" is bf16x6, or tf32 if torch's setting allows TF32."""
     matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
     try:
         for setting, wanted in (("ieee", "bf16x6"), ("tf32", "tf32")):
@@ -727,11 +728,11 @@ def test_torch_decides_on_tf32():
 @pytest.mark.gpu_memory
 @pytest.mark.parametrize("far", [2**31 + 4096, 2**31 + 4097], ids=["descriptors", "pointers"])
 def test_offsets_are_64_bit(device, far):
-    """A head that begins beyond 2^31 elements is read, and its gradient written, where it lies."""
+    """A head that begins beyond 2^31 elements has the same result and gradients as any other."""
     problem = Problem(heads=2, seq_q=20, head_dim=16, dtype="float16")
     near = make_inputs(problem, device=device)
-    # Two heads, the second behind 4 GiB that are never touched. As many lie before the first, so
-    # that an offset of 32 bits, which wraps to there, reads other numbers and does not crash.
+    # Two heads, 4 GiB apart, and 4 GiB before the first, all never touched: an offset of 32 bits
+    # wraps into the latter, so it reads other numbers and does not crash.
     first, apart = 2**31, 4096
     buffer = torch.empty(first + far + 3 * apart, dtype=torch.float16, device=device)
     tensors = []
@@ -749,9 +750,9 @@ def test_offsets_are_64_bit(device, far):
 
 
 def large(device):
-    """Return how many elements are many here, and a head dimension: 2^31 where there is a GPU."""
+    """Return a number of elements to exceed, 2^31 on a GPU, and a head dimension."""
     if device.type != "cuda":
-        return 2**13, 16  # the same steps in little
+        return 2**13, 16  # the same steps at a small size
     free, _ = torch.cuda.mem_get_info(device)
     if free < 48 << 30:
         pytest.skip(f"needs 48 GiB of free memory, got {free >> 30}")
@@ -760,12 +761,12 @@ def large(device):
 
 @pytest.fixture
 def alike(limited):
-    """Launch for few what is launched for many, to the bit: the same tiles, and nothing split."""
+    """Launch small problems with the tiles of large ones and without splits, for equal bits."""
     limited(1, pointers=0, fused=0, short_kv=0, small_grid=0, small_grid_causal=0)
 
 
 def drawn(device, *shape):
-    """Return numbers in fp16, made in fp16."""
+    """Return random numbers, drawn in fp16."""
     return torch.randn(shape, device=device, dtype=torch.float16)
 
 
@@ -779,7 +780,7 @@ def gradients(grad_o, *inputs):
 @pytest.mark.usefixtures("alike")
 @pytest.mark.gpu_memory
 def test_more_than_2_31_elements_in_heads(device):
-    """Heads on both sides of element 2^31, and the last, answer as they do alone."""
+    """Heads on both sides of element 2^31, and the last, have the same bits as alone."""
     elements, head_dim = large(device)
     border = elements // (64 * head_dim)  # the head that begins there
     q, k, v, grad_o = (drawn(device, 1, border + 2, 64, head_dim) for _ in range(4))
@@ -793,7 +794,7 @@ def test_more_than_2_31_elements_in_heads(device):
 @pytest.mark.usefixtures("alike")
 @pytest.mark.gpu_memory
 def test_more_than_2_31_elements_in_queries(device):
-    """Queries behind element 2^31 of one head answer as they do alone."""
+    """Queries beyond element 2^31 of one head have the same bits as alone."""
     elements, head_dim = large(device)
     border = elements // head_dim
     q, grad_o = (drawn(device, 1, 1, border + 300, head_dim) for _ in range(2))
@@ -808,7 +809,7 @@ def test_more_than_2_31_elements_in_queries(device):
 @pytest.mark.usefixtures("alike")
 @pytest.mark.gpu_memory
 def test_more_than_2_31_elements_in_keys(device):
-    """A key behind element 2^31 of one head is found, and the last ones have their gradients."""
+    """A key beyond element 2^31 of one head is read, and the last keys get their gradients."""
     elements, head_dim = large(device)
     border = elements // head_dim
     k, v = (drawn(device, 1, 1, border + 300, head_dim) for _ in range(2))

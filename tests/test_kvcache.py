@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: flash-attn 2.8's signature, what is written, and the right numbers."""
+"""flash_attn_with_kvcache: flash-attn 2.8's signature, what is written, and right results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MASKS = {
 
 
 def drawn(device, *sizes):
-    """Return drawn tensors [..., heads, 16]: of q with 4 heads, of all others with 2."""
+    """Return random tensors [..., heads, 16]: the first, q, with 4 heads, others with 2."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((*size, 2 if i else 4, 16) for i, size in enumerate(sizes))
@@ -61,7 +61,7 @@ def test_signature():
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("more", ["", "leftpad", "batch_idx", "leftpad batch_idx"])
 def test_numbers(mask, new, queries, more, device):
-    """Each sequence is attention to its keys and the new ones; what is behind may be NaN."""
+    """Each sequence attends to its cached and new keys; the rest of the cache may be NaN."""
     q, k_cache, v_cache, k, v = drawn(device, (3, queries), *[(CACHED, KEYS)] * 2, *[(3, new)] * 2)
     places = [2, 0, 3] if "batch_idx" in more else [0, 1, 2]
     starts = [1, 0, 9] if "leftpad" in more else [0, 0, 0]
@@ -96,7 +96,7 @@ def test_numbers(mask, new, queries, more, device):
 
 @pytest.mark.parametrize("length", [None, 5, KEYS])
 def test_lengths_of_all(length, device):
-    """An int is every sequence's length, and None that of the cache; later rows are not read."""
+    """An int is the length of every sequence, None that of the cache; later rows do not count."""
     q, *caches = drawn(device, (3, 2), (CACHED, KEYS), (CACHED, KEYS))
     lengths = torch.full((3,), length or KEYS, dtype=torch.int64, device=device)
     given = {"causal": True, "cache_seqlens": length}
@@ -110,7 +110,7 @@ def test_lengths_of_all(length, device):
 
 
 def test_layers_share_masks(device, monkeypatch):
-    """Those of the same lengths are made once, and again when these have changed in place."""
+    """The mask is made once for all layers, and again when the lengths change in place."""
     made = []
     rows = kvcache._rows
 
@@ -136,7 +136,7 @@ def test_layers_share_masks(device, monkeypatch):
 
 @pytest.mark.parametrize("name", ["block_table", "alibi_slopes", "rotary_cos", "rotary_sin"])
 def test_what_we_lack_is_refused(name, device):
-    """By a sentence that names it."""
+    """An unsupported argument is refused by name."""
     q, *caches = drawn(device, (3, 1), (3, KEYS), (3, KEYS))
     with pytest.raises(NotImplementedError, match=f"^{name}: "):
         flash_attn_with_kvcache(q, *caches, **{name: torch.ones(3, 1, device=device)})
@@ -156,7 +156,7 @@ def test_what_we_lack_is_refused(name, device):
     ],
 )
 def test_bad_arguments(change, words):
-    """They are refused by their names, before anything is written."""
+    """Bad arguments are refused by name before anything is written."""
     names = ("q", "k_cache", "v_cache", "k", "v")
     tensors = drawn(torch.device("cpu"), (3, 1), (3, KEYS), (3, KEYS), (3, 1), (3, 1))
     given = dict(zip(names, tensors, strict=True)) | {"cache_seqlens": 3} | change

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 Check = Callable[..., None]
-# Least examples of a whole run, in units of the profile's ``max_examples``: five times as many on a
-# GPU.
+# Least examples of a whole run, per ``max_examples`` of the profile: a GPU has five times as many.
 PROMISED = {"cpu": 30, "cuda": 10}
 CHOOSE = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "impl", "lf", "stepwise")
 

@@ -3,8 +3,8 @@
 A test with the marker ``mutants`` names the files that it depends on by the marker ``concerns``.
 When it has passed, ``--record-caught`` writes a digest of these files to
 ``tests/mutants/caught.json``. While the digest is the same, the test is marked ``caught``, and
-``-m "mutants and not caught"`` leaves it out. One test in eight is never marked; which ones depends
-on the commit.
+``-m "mutants and not caught"`` leaves it out. One test in eight is not marked; which ones depends on
+the commit.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _known(root: Path) -> dict[str, str]:
 
 
 def _turn(root: Path) -> int:
-    """Return which eighth of the tests is never marked; it depends on the commit."""
+    """Return which eighth of the tests is not marked; it depends on the commit."""
     command = ["git", "-C", str(root), "rev-parse", "HEAD"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     return int(found.stdout or "0", 16) % TURNS

@@ -67,7 +67,7 @@ def _baseline(config: pytest.Config) -> Run | None:
 
 
 def _compared(config: pytest.Config, before: Run) -> tuple[Run, Run]:
-    """Return the kept runs, with cases of this session or gone since only, and this session."""
+    """Return the kept runs, limited to cases measured now or gone since, and this session."""
     stats = {
         case.fullname: case.stats.as_dict()
         for case in config._benchmarksession.benchmarks  # type: ignore[attr-defined] # noqa: SLF001

@@ -64,7 +64,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Fail a whole run that ran too few examples."""
+    """Fail a whole run with too few examples."""
     if exitstatus == 0 and _too_few(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

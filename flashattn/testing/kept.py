@@ -72,7 +72,7 @@ def _writable(folder: Path, config: pytest.Config) -> Path:
 
 
 def _journal(config: pytest.Config, folder: Path) -> Journal:
-    """Return a new journal or, with --resume, the last one of this part, if it matches.
+    """Return a new journal or, with --resume, the last unfinished one of this part.
 
     Raises:
         pytest.UsageError: the unfinished run was measured with other code, or on another machine.

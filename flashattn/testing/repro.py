@@ -38,7 +38,7 @@ def ask(impl: registry.Impl, sample: Sample) -> str | None:
     """
     scale = check_scale(sample.scale, sample.problem.head_dim)
     if impl.compiles:
-        torch.compiler.reset()  # or it gives up compiling after some shapes
+        torch.compiler.reset()  # else it gives up compiling after some shapes
     try:
         assert_accurate(partial(impl, **sample.problem.keywords, scale=scale), sample)
     except InaccurateError as error:

@@ -42,7 +42,7 @@ def turn_of(
     Args:
         item: the case.
         prepare: checks a case's results and returns its call, or raises.
-        clock: of the device.
+        clock: the clock of the device.
         takes: whether a case of the group takes turns.
 
     Returns:
@@ -79,7 +79,7 @@ def take_turns(calls: dict[str, Call], clock: Clock) -> Iterator[tuple[str, floa
 
     Args:
         calls: by name; their results have been checked.
-        clock: of the device.
+        clock: the clock of the device.
 
     Yields:
         A name, seconds, how often the sample was repeated for being late, and 1 if it still is.

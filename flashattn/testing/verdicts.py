@@ -54,7 +54,7 @@ class Verdicts:
     """Collects the reports of all workers; at the end shrinks one failure per implementation."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without verdicts."""
         self._found = dict[str, Verdict]()
 
     @pytest.hookimpl(wrapper=True)

@@ -1,1 +1,1 @@
-"""What tests share, ours and those of anyone who registers an implementation."""
+"""Code that tests share: ours, and those of anyone who registers an implementation."""

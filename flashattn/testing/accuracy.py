@@ -1,33 +1,35 @@
-"""Error budgets, derived and never typed: how wrong may an implementation be?
+"""Error budgets: how wrong an implementation may be, derived from the reference, never typed in.
 
-Everything is judged against the reference in fp64 on the same quantised inputs, beside naive: the
-reference in the implementation's own dtype. Writing e(x) for |x - exact|, for each of o, lse, dq,
-dk, dv::
+Every output is compared with the fp64 reference on the same quantised inputs. Its budget follows
+from the error of naive, the reference in the implementation's own dtype. With e(x) = |x - exact|,
+for each of o, lse, dq, dk, dv::
 
     max e(got)  <=  2.0 * max e(naive)  + eps * max |exact|  + max stored
     mean e(got) <=  1.1 * mean e(naive) + eps * mean |exact| + mean stored
 
-``eps`` belongs to the dtype of ``got`` and stands for one rounding of the result, which below the
-smallest normal number takes as much as there (``last_place``). ``stored`` is what recomputation
-costs a gradient, see ``testing.stored``. In half precision eps is larger than all of it.
+``eps`` is that of the dtype of ``got`` and stands for one rounding of the result. Below the
+smallest normal number a rounding error is as large as at that number (``last_place``). ``stored``
+is the error that recomputation adds to a gradient (see ``testing.stored``). In half precision the
+eps term is larger than ``stored``.
 
-A GPU may flush what is smaller than the smallest normal fp32, as its exp2 does; so much is allowed
-there, and on a CPU to whoever does not claim ``denormals``: fp32 that is cut into parts of bf16,
-which are 2^-133 apart at the least, is off by half of that below 2^-110.
+A GPU may flush denormal fp32 numbers to zero, as its exp2 does. So on a GPU the smallest normal
+fp32 number is added to every budget, and on a CPU too for an implementation that does not claim
+``denormals``. An example is the bf16 decomposition of fp32: its terms are at least 2^-133 apart, so
+below 2^-110 it is off by half of that.
 
-In fp32 the order counts in which a score is summed: where its terms have one sign, one by one is
-up to four times as wrong as in the lanes of a library, which on a GPU has other kernels for other
-sizes. Any order is naive's, so the scores are summed one by one as well, and o and lse may be as
-wrong as the worse of the two.
+In fp32 the summation order of a score matters. If its terms have the same sign, a sequential sum is
+up to four times as wrong as the vectorized sum of a library, and on a GPU a library has different
+kernels for different sizes. Naive stands for any order, so the scores are summed sequentially as
+well, and o and lse may be as wrong as the worse of the two.
 
-A handful of numbers says little about how wrong naive is, as some are right by luck. So naive is
-run on further draws of a small problem, until there are ``sample.POOL`` elements; where all scores
-of a row are alike, so are the rows of o, and those of a head count as one. And a mean is judged
-only from ``MEAN_SAMPLE`` elements on: there four standard errors of the mean of half-normal errors,
+A few numbers say little about naive's error, as some are right by luck. So for a small problem
+naive also runs on further draws, ``sample.POOL`` elements in all. If all scores of a row are equal,
+the rows of o are equal too, and the rows of a head count as one. The mean is checked only from
+``MEAN_SAMPLE`` elements on: there four standard errors of the mean of half-normal errors,
 4 * 0.76 / sqrt(n), fit into the tenth that the budget allows.
 
-In fp64 naive is the exact result itself; there its error is that of fp32, scaled by the ratio of
-eps. So it is in fp16 where naive overflows, as dS times a softcap does.
+In fp64 naive is the exact result itself, so its error is that of fp32, scaled by the ratio of eps.
+The same is done in fp16 where naive overflows, as dS times a softcap does.
 """
 
 from __future__ import annotations
@@ -52,17 +54,17 @@ from flashattn.testing.sample import (
 )
 from flashattn.testing.stored import stored_terms
 
-SMALL = 1 << 15  # elements of o, at the most, of a sample whose exact outputs are kept for long
+SMALL = 1 << 15  # a sample with at most so many elements of o is cached for longer
 MEAN_SAMPLE = 1024
 OF_KEYS = ("dk", "dv")  # outputs with a row for each key
 FLUSHED = torch.finfo(torch.float32).tiny
 
 
 def relative_errors(call: Call, case: Case) -> dict[str, float]:
-    """Return how far each output of ``call`` is from fp64's: the norm of its error over its own.
+    """Return the norm of each output's error, relative to the norm of the fp64 output.
 
-    It says how many bits products keep, where budgets ask for those of the dtype. Rows that see no
-    key, whose logsumexp is no number, do not count.
+    This shows how many bits the products preserve, whereas budgets require those of the dtype.
+    Fully masked rows, whose logsumexp is -inf, do not count.
     """
     exact, errors = run_reference(case, torch.float64), {}
     for name, x in run(call, case).items():
@@ -73,17 +75,17 @@ def relative_errors(call: Call, case: Case) -> dict[str, float]:
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
-    """Return which elements are finite, in half of the time that ``isfinite`` takes on a CPU."""
+    """Return which elements are finite, in half the time of ``isfinite`` on a CPU."""
     return x.abs() < torch.inf
 
 
 def all_finite(x: torch.Tensor) -> bool:
-    """Return whether no element is infinite or NaN: its extremes say so in one pass."""
+    """Return whether no element is infinite or NaN, in one pass over the extremes."""
     return x.numel() == 0 or bool(torch.stack(x.aminmax()).isfinite().all())
 
 
 class Error(NamedTuple):
-    """Error of one output: max, mean and signed mean of its elements' errors."""
+    """The error of one output: max, mean and signed mean over its elements."""
 
     max: float = 0.0
     mean: float = 0.0
@@ -106,7 +108,7 @@ class Error(NamedTuple):
 def errors_of(got: Outputs, exact: Outputs) -> dict[str, Error]:
     """Compare each output where ``exact`` is finite.
 
-    All numbers are read at once: on a GPU that others use, too, each read waits for a turn.
+    All numbers are copied to the host at once: on a shared GPU each copy has to wait.
     """
     numbers = []
     for name, x in got.items():
@@ -120,10 +122,10 @@ def errors_of(got: Outputs, exact: Outputs) -> dict[str, Error]:
 
 
 def one_by_one(case: Case) -> Outputs:
-    """Return the reference's o and lse of scores that are summed one by one, in the inputs' dtype.
+    """Return the reference's o and lse for sequentially summed scores, in the inputs' dtype.
 
-    The scores stand in for q and the identity for k: then the product that the reference makes of
-    them is exact. Nothing where a score is infinite or NaN, which 0 does not cancel.
+    The reference gets the scores as q and the identity as k, so that its own product is exact.
+    Return nothing if a score is infinite or NaN, as its product with 0 is NaN.
     """
     q, k, v = (x.detach() for x in case.inputs)
     group = case.problem.heads // max(case.problem.kv_heads, 1)
@@ -151,7 +153,7 @@ def one_by_one(case: Case) -> Outputs:
 
 
 def naive_errors(case: Case, exact: Outputs) -> dict[str, Error]:
-    """Return how wrong the reference is in the case's own dtype."""
+    """Return the errors of the reference in the case's own dtype."""
     dtype = case.problem.torch_dtype
     if dtype == torch.float64:
         return _errors_of_fp32(case, exact)
@@ -167,14 +169,14 @@ def naive_errors(case: Case, exact: Outputs) -> dict[str, Error]:
 
 
 def _errors_of_fp32(case: Case, exact: Outputs) -> dict[str, Error]:
-    """Return how wrong the reference is in fp32, scaled by the ratio of eps."""
+    """Return the errors of the reference in fp32, scaled by the ratio of eps."""
     eps = (torch.finfo(x).eps for x in (case.problem.torch_dtype, torch.float32))
     ratio, narrow = next(eps) / next(eps), run_reference(case, torch.float32)
     return {name: error.scaled(ratio) for name, error in errors_of(narrow, exact).items()}
 
 
 def last_place(dtype: torch.dtype, size: float) -> float:
-    """Return how far apart numbers of a size are; denormal ones as the smallest that is not."""
+    """Return the spacing of numbers of a size, or of the smallest normal one if that is larger."""
     info = torch.finfo(dtype)
     return info.eps * max(size, info.tiny) if size else 0.0
 
@@ -188,7 +190,7 @@ def largest(outputs: Outputs) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a result is held against: exact outputs, naive's errors, sizes, further terms."""
+    """What results are compared with: exact outputs, naive's errors, sizes and further terms."""
 
     exact: Outputs
     naive: dict[str, Error]
@@ -198,7 +200,7 @@ class Expected:
 
     @classmethod
     def of(cls, case: Case, enlarged: Case | None = None) -> Expected:
-        """Compute it; ``enlarged`` adds further draws to naive's errors."""
+        """Compute them for a case; ``enlarged`` adds further draws to naive's errors."""
         exact = run_reference(case, torch.float64)
         naive, sizes = naive_errors(case, exact), largest(exact)
         if enlarged is not None:
@@ -211,7 +213,7 @@ class Expected:
         return cls(exact, naive, sizes, stored_terms(case, exact), flushed)
 
     def of_keys(self, rows: slice) -> Expected:
-        """Return it where of dk and dv some rows alone are held against it."""
+        """Return what to compare with if only some rows of dk and dv are checked."""
         exact, stored = (
             {name: x[..., rows, :] if name in OF_KEYS else x for name, x in outputs.items()}
             for outputs in (self.exact, self.stored)
@@ -219,7 +221,7 @@ class Expected:
         return replace(self, exact=exact, stored=stored)
 
     def failures(self, got: Outputs) -> list[str]:
-        """Return a sentence for each budget that ``got`` breaks."""
+        """Return a sentence for each budget that ``got`` exceeds."""
         exact = {name: self.exact[name] for name in got}
         shapes = [
             f"{name}: shape {list(x.shape)}, wanted {list(exact[name].shape)}"
@@ -245,7 +247,7 @@ class Expected:
 
     @cached_property
     def _numbers(self) -> dict[str, list[float]]:
-        """The mean finite magnitude of each output; what is stored at the most, and on average."""
+        """Return each output's mean finite magnitude, and the maximum and mean of ``stored``."""
         numbers = []
         for name, exact in self.exact.items():
             finite, stored = _finite(exact), self.stored.get(name, exact.new_zeros(1))
@@ -255,7 +257,7 @@ class Expected:
         return dict(zip(self.exact, torch.stack(numbers).tolist(), strict=True))
 
     def budgets(self, name: str, x: torch.Tensor) -> dict[str, float]:
-        """Return how large the largest and, of a sample, the mean error of output x may be."""
+        """Return the budget of x's max error and, if x is large enough, of its mean error."""
         naive, (typical, stored, mean_stored) = self.naive[name], self._numbers[name]
         most = 2.0 * naive.max + last_place(x.dtype, self.sizes[name]) + stored + self.flushed
         if x.numel() < MEAN_SAMPLE:
@@ -272,7 +274,7 @@ def _is_odd(x: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 def _of_one_sample(
     case: Case, enlarged: Case, errors: dict[str, Error], sizes: dict[str, float]
 ) -> tuple[dict[str, Error], dict[str, float]]:
-    """Return the errors and sizes of larger batches, of sums over these those of a sample's."""
+    """Scale the errors and sizes of gradients summed over larger batches back to one sample."""
     ratio = max(enlarged.problem.batch, 1) / max(case.problem.batch, 1)
     shared = [f"d{name}" for name, x in case.scored.items() if name in LEARNED and x.shape[0] == 1]
     errors = errors | {name: errors[name].scaled(ratio**-0.5) for name in shared if name in errors}
@@ -280,16 +282,16 @@ def _of_one_sample(
 
 
 def expected_of(sample: Sample) -> Expected:
-    """Compute what results are held against; a CPU keeps small ones for the next implementation.
+    """Compute what results are compared with, cached on a CPU for the next implementation.
 
-    Of large ones it keeps a few, as many as a test asks one after another. A GPU computes
-    all in no time, and 16 workers that kept them would fill its memory.
+    The cache for large samples is small: as many as one test uses in a row. Nothing is cached on a
+    GPU, which recomputes quickly, and whose memory 16 workers with such caches would fill.
     """
     p = sample.problem
     if torch.device(sample.device).type != "cpu":
         return _expected(sample)
     kept = _small if p.batch * p.heads * p.seq_q * p.head_dim <= SMALL else _large
-    found = kept(replace(sample, denormals=True))  # they change only ``flushed``
+    found = kept(replace(sample, denormals=True))  # it changes only ``flushed``
     return found if sample.denormals else replace(found, flushed=FLUSHED)
 
 
@@ -297,32 +299,32 @@ def _expected(sample: Sample) -> Expected:
     return Expected.of(sample.draw(), sample.enlarged().draw())
 
 
-_small = lru_cache(maxsize=128)(_expected)  # asked of one implementation, then of the next
+_small = lru_cache(maxsize=128)(_expected)  # for one implementation after another
 _large = lru_cache(maxsize=8)(_expected)
 
 
 class InaccurateError(AssertionError):
-    """Some outputs are off their budgets."""
+    """Some outputs exceed their error budgets."""
 
     def __init__(self, sample: Sample, failures: list[str]) -> None:
-        """Say which, by how much, and what was allowed; the sample can be run again."""
+        """Name the outputs, errors and budgets; keep the sample so that it can be run again."""
         super().__init__(f"{sample.problem}: " + "; ".join(failures))
         self.sample = sample
 
 
 def assert_accurate(call: Call, sample: Sample, *, guarded: bool = True) -> None:
-    """Run ``call``, see ``run``, on the sample and hold every output to its budgets.
+    """Run ``call`` (see ``run``) on the sample and check every output against its budgets.
 
-    If ``guarded``, inputs and outputs lie among poison; a compiler cannot trace through that.
+    If ``guarded``, inputs and outputs are surrounded by poison, which a compiler cannot trace.
 
     Raises:
-        InaccurateError: which outputs are off, by how much, and what was allowed; or what was
-            written to that is no output.
+        InaccurateError: an output exceeds its budget or has a wrong form, or the call wrote to
+            memory that is not an output.
     """
     case = sample.draw()
     try:
         got = (run_guarded if guarded else run_checked)(call, case)
-    except AssertionError as error:  # of its form, or of memory that it wrote to
+    except AssertionError as error:  # a wrong form, or a write outside of outputs
         raise InaccurateError(sample, [str(error)]) from error
     failures = expected_of(sample).failures(got)
     if failures:

@@ -1,9 +1,10 @@
-"""pytest plugin: proofs that the suite can fail need not be repeated while nothing has changed.
+"""pytest plugin: mark mutants that were caught before, and whose files have not changed since.
 
-A test with the marker ``mutants`` says by ``concerns`` which files its proof depends on. When it
-has passed, ``--record-caught`` notes a digest of these in ``tests/mutants/caught.json``. While the
-digest is the same the test is marked ``caught``, and ``-m "mutants and not caught"`` leaves it out,
-but for one in eight, others with each commit.
+A test with the marker ``mutants`` names the files that it depends on by the marker ``concerns``.
+When it has passed, ``--record-caught`` writes a digest of these files to
+``tests/mutants/caught.json``. While the digest is the same, the test is marked ``caught``, and
+``-m "mutants and not caught"`` leaves it out. One test in eight is not marked; which ones depends
+on the commit.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from zlib import crc32
 import pytest
 
 RECORD = Path("tests", "mutants", "caught.json")
-JUDGES = ("flashattn/testing/accuracy.py", "flashattn/testing/stored.py")  # of every test
+JUDGES = ("flashattn/testing/accuracy.py", "flashattn/testing/stored.py")  # used by every test
 TURNS = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare what writes the record."""
+    """Declare the option that writes the record."""
     said = f"note in {RECORD} which proofs that the suite can fail have passed"
     parser.addoption("--record-caught", action="store_true", help=said)
 
@@ -35,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what need not be proved again."""
+    """Mark the tests that need not run again."""
     if "mutants" not in config.option.markexpr:
         return
     known, now = _known(config.rootpath), _turn(config.rootpath)
@@ -55,13 +56,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _known(root: Path) -> dict[str, str]:
-    """Return the digests of what has passed, by test."""
+    """Return the digests of the tests that have passed, by test."""
     path = root / RECORD
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def _turn(root: Path) -> int:
-    """Return which share is proved in any case; each commit has its own."""
+    """Return which eighth of the tests is not marked; it depends on the commit."""
     command = ["git", "-C", str(root), "rev-parse", "HEAD"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     return int(found.stdout or "0", 16) % TURNS
@@ -78,13 +79,13 @@ def _text(root: Path, path: str) -> str:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Write the record, in the process that has the reports of all workers."""
+    """Write the record, in the process that receives the reports of all workers."""
     if not config.getoption("--record-caught"):
         return
     passed = terminalreporter.stats.get("passed", [])
     found = dict(dict(x.user_properties).get("caught", ("", "")) for x in passed)
     found.pop("", None)
-    # All of them were run, or some: then what is known of the others stays.
+    # If only some tests were run, the digests of the others stay.
     whole = config.option.markexpr == "mutants" and not config.option.keyword
     known = found if whole else _known(config.rootpath) | found
     (config.rootpath / RECORD).write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")

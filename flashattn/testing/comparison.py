@@ -1,4 +1,4 @@
-"""pytest plugin: a benchmark session is compared with the runs that were kept before."""
+"""pytest plugin: compare a benchmark session with the runs that were kept before."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ COMPARE = pytest.StashKey[Any]()  # name of a run, True for all, or False
 LIMITS = pytest.StashKey[list[Limit]]()
 BASELINE = pytest.StashKey[Run | None]()
 HELD_BACK = pytest.StashKey[list[tuple[pytest.Item, list[pytest.TestReport]]]]()
-INSIDE = pytest.StashKey[bool]()  # whether a limit proves nothing
+INSIDE = pytest.StashKey[bool]()  # whether a limit is within the noise
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take comparing over from pytest-benchmark: that has no verdicts, and fails by traceback."""
+    """Take comparing over from pytest-benchmark, which has no verdicts and fails by traceback."""
     option = config.option
     config.stash[COMPARE] = option.benchmark_compare
     config.stash[LIMITS] = option.benchmark_compare_fail or []
@@ -37,11 +37,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def _baseline(config: pytest.Config) -> Run | None:
-    """Return the clean runs that --benchmark-compare compares with as one, None if there is none.
+    """Return the clean runs for --benchmark-compare, merged into one, or None if there are none.
 
     Raises:
-        pytest.UsageError: no clean run has the name that was asked for, a run is another
-            accelerator's, or there is none to hold --benchmark-compare-fail against.
+        pytest.UsageError: no clean run has the requested name, a run was made on another
+            accelerator, or there is no run for --benchmark-compare-fail.
     """
     compare = config.stash[COMPARE]
     named = isinstance(compare, str) and compare
@@ -67,7 +67,7 @@ def _baseline(config: pytest.Config) -> Run | None:
 
 
 def _compared(config: pytest.Config, before: Run) -> tuple[Run, Run]:
-    """Return what the kept runs have of this session's cases, or should have; and this session."""
+    """Return the kept runs, limited to cases measured now or gone since, and this session."""
     stats = {
         case.fullname: case.stats.as_dict()
         for case in config._benchmarksession.benchmarks  # type: ignore[attr-defined] # noqa: SLF001
@@ -92,7 +92,7 @@ def _compared(config: pytest.Config, before: Run) -> tuple[Run, Run]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """With a limit, hold back what passed: the noise is known once all controls are timed."""
+    """With a limit, hold back reports: the noise is known only once all controls are timed."""
     if not item.config.stash[LIMITS]:
         return None
     item.config.get_terminal_writer().line(item.name)
@@ -105,7 +105,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """Fail the cases that break a limit, now that the noise is known."""
+    """Fail the cases that exceed a limit, now that the noise is known."""
     try:
         return (yield)
     finally:
@@ -119,7 +119,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 
 
 def _let_go(config: pytest.Config, broken: dict[tuple[str, str], str]) -> None:
-    """Report what was held back; a case in ``broken`` has failed."""
+    """Send the reports that were held back; a case in ``broken`` fails."""
     for item, reports in config.stash[HELD_BACK]:
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         failure = broken.get(study_and_name(item))
@@ -138,7 +138,7 @@ def _let_go(config: pytest.Config, broken: dict[tuple[str, str], str]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
-    """Say by the status that a limit proved nothing."""
+    """Set the exit status if a limit is within the noise."""
     result = yield
     if exitstatus == pytest.ExitCode.OK and session.config.stash[INSIDE]:
         session.exitstatus = EXIT_INSIDE_NOISE

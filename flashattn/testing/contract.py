@@ -1,14 +1,16 @@
 """Which clauses of the contract an implementation keeps, found by trying each on small problems.
 
-An implementation keeps a clause if its answers are within the budgets (or bit-identical, where the
-clause says so); it refuses one if it raises an error, which is fair; it breaks one if it answers
-wrongly. Its own sentences of what it cannot do are not asked.
+An implementation keeps a clause if its results are within the budgets (or bit-identical, where the
+clause requires it). It refuses a clause if it raises an error, which is fair, and breaks a clause
+if its results are wrong. Clauses are tried even if the implementation declares them unsupported.
+
+Try all clauses, or some, and print a JSON line for each::
 
     python -m flashattn.testing.contract cuda sdpa_flash
     python -m flashattn.testing.contract cuda sdpa_flash "zero lengths" "any strides"
 
-tries all or some and prints a JSON line for each: what a kernel does to memory when it is asked for
-what it does not know can end the process, and that is a finding, too.
+A kernel that gets a problem it does not support may access memory illegally and end the process,
+which is a result, too.
 """
 
 from __future__ import annotations
@@ -34,29 +36,29 @@ from flashattn.testing.state import TraceError, unchanged
 from flashattn.testing.values import sunken
 
 KEEPS, BREAKS, REFUSES, CRASHES = "keeps", "breaks", "refuses", "crashes"
-LONGEST = 150  # characters of an error that are told
+LONGEST = 150  # at most so many characters of an error are reported
 SEQ_Q, SEQ_KV = 40, 70
 ROWS, MANY = 4096, 40  # rows; batches, or heads
 DTYPES = ("bfloat16", "float16", "float32")
-NEAR = 4096  # elements: one head begins there, or
+NEAR = 4096  # elements from one head to the next: this, or more than 2^31
 FAR = 2**31 + NEAR
 Trial = Callable[[Impl, torch.device], None]
 Outcome = dict[str, str | None]
 
 
 class ClauseError(AssertionError):
-    """A wrong answer. Another assertion that fails is the implementation's: it refuses."""
+    """A wrong result. Any other AssertionError is the implementation's own: a refusal."""
 
 
 def usual(impl: Impl, device: torch.device) -> Problem:
-    """Return a small problem without anything unusual, in the first dtype that ``impl`` takes."""
+    """Return a small, ordinary problem in the first dtype that ``impl`` takes."""
     problems = [Problem(heads=2, seq_q=SEQ_Q, head_dim=64, dtype=dtype) for dtype in DTYPES]
     taken = (x for x in problems if impl.why_not(x, device, grad=impl.grad) is None)
     return next(taken, problems[-1])
 
 
 def _asked(*each: Mapping[str, Any], **facts: Any) -> Trial:
-    """Return the trial of the usual problem with other facts of it or of its ``Sample``."""
+    """Return a trial of the usual problem with other fields of it, or of its ``Sample``."""
     return partial(_within, each=each or (facts,))
 
 
@@ -68,7 +70,7 @@ def _within(
     grad_lse: bool = False,
     change: Callable[[Case], Case] = lambda case: case,
 ) -> None:
-    """Hold the usual problem with other facts to its budgets."""
+    """Check the usual problem, with other fields, against its budgets."""
     for facts in each:
         how = {name: x for name, x in facts.items() if name in Sample.__dataclass_fields__}
         sizes = {name: x for name, x in facts.items() if name not in how}
@@ -100,7 +102,7 @@ def _lse(impl: Impl, device: torch.device, *, grad: bool) -> None:
 
 
 def _outputs(impl: Impl, problem: Problem, inputs: tuple[torch.Tensor, ...]) -> Outputs:
-    """Return o and its gradients, all in the bits in which they come."""
+    """Return all outputs, and the gradients of o."""
     q, k, v = inputs
     grad_o, _ = make_grads(problem, device=q.device)
     scale = problem.head_dim**-0.5
@@ -125,7 +127,7 @@ def _form(impl: Impl, device: torch.device) -> None:
 def _no_trace(impl: Impl, device: torch.device) -> None:
     problem = usual(impl, device)
     inputs = make_inputs(problem, device=device)
-    _outputs(impl, problem, inputs)  # what is imported at first use is not the call's doing
+    _outputs(impl, problem, inputs)  # imports at first use do not count
     for turn in range(2):
         with unchanged(device, inputs, turn):
             _outputs(impl, problem, inputs)
@@ -133,7 +135,7 @@ def _no_trace(impl: Impl, device: torch.device) -> None:
 
 def _repeats(impl: Impl, device: torch.device) -> None:
     on_gpu, problem = device.type == "cuda", replace(usual(impl, device), causal=True)
-    if on_gpu:  # enough programs to run in any order
+    if on_gpu:  # enough programs to run in a varying order
         problem = replace(problem, batch=2, heads=8, kv_heads=8, seq_q=1000, seq_kv=1000)
     inputs = make_inputs(problem, device=device)
     first = _outputs(impl, problem, inputs)
@@ -172,12 +174,12 @@ def _far(impl: Impl, device: torch.device) -> None:
         raise NotImplementedError("it does not take fp16, in which this is tried")
 
     def apart(x: torch.Tensor, elements: int) -> torch.Tensor:
-        """Return a copy in two heads of one buffer; what lies between them is never touched."""
+        """Return a copy in two heads of one buffer; the memory between them is not touched."""
         rows = problem.seq_q * problem.head_dim
         buffer = torch.empty(elements + rows, dtype=x.dtype, device=device)
         return buffer.as_strided(x.shape, (0, elements, problem.head_dim, 1)).copy_(x)
 
-    # Strides of the same kind, as PyTorch chooses by these how it multiplies.
+    # Both have the same kind of strides, by which PyTorch chooses its matrix product.
     far, near = (
         _outputs(impl, problem, tuple(apart(x, elements) for x in inputs))
         for elements in (FAR, NEAR)
@@ -201,7 +203,7 @@ def _twice(impl: Impl, device: torch.device) -> None:
         raise ClauseError("a wrong second derivative in place of an error")
 
 
-# Refusing is a way to keep this one: never a silent zero.
+# An error keeps this clause as well; a silent zero breaks it.
 ERRORS_KEEP = "second derivative or an error"
 LONGER: dict[str, Any] = {"seq_kv": SEQ_KV}  # T < S
 CLAUSES: dict[str, Trial] = {
@@ -251,10 +253,10 @@ def try_clause(impl: Impl, device: torch.device, clause: str) -> Outcome:
     """Try one of ``CLAUSES``.
 
     Returns:
-        ``verdict``, one of the four words above, and ``said``: why it is not "keeps", or None.
+        ``verdict``, one of the four words above, and ``said``, the error's first line, or None.
     """
     if impl.compiles:
-        torch.compiler.reset()  # or it gives up compiling after some shapes
+        torch.compiler.reset()  # else it gives up compiling after some shapes
     try:
         CLAUSES[clause](impl, device)
     except (ClauseError, FormError, TraceError) as error:
@@ -273,13 +275,13 @@ def _line(error: Exception) -> str:
 
 
 def try_contract(impl: Impl, device: torch.device) -> dict[str, Outcome]:
-    """Try every clause: on a CPU here, on a GPU in a process of its own, again after a crash.
+    """Try every clause: on a CPU in this process, on a GPU in new ones, another after each crash.
 
-    On a GPU a new process must know the implementation by its name.
+    On a GPU the new process looks the implementation up by name.
 
     Raises:
-        RuntimeError: the process ended before it tried anything; the message has the end of what
-            it said.
+        RuntimeError: the process failed before it tried a clause; the message has the end of its
+            stderr.
     """
     if device.type != "cuda":
         return {clause: try_clause(impl, device, clause) for clause in CLAUSES}
@@ -307,7 +309,7 @@ def _told(text: str) -> Iterator[tuple[str, Outcome]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the verdicts; return 0, 1 after a crash, 2 for a name that is not known."""
+    """Print the verdicts; return 0, or 1 after a crash, or 2 for an unknown name."""
     device, name, *clauses = arguments  # without clauses, all are tried
     try:
         impl = get(name)
@@ -319,7 +321,7 @@ def main(arguments: list[str]) -> int:
         sys.stdout.write(json.dumps({"clause": clause} | said) + "\n")
         sys.stdout.flush()
         if said["verdict"] == CRASHES:
-            return 1  # the context is lost, and with it whatever would be tried next
+            return 1  # the CUDA context is lost, so no further clause can run
     return 0
 
 

@@ -1,14 +1,14 @@
-"""How wrong implementations are, in units of the last place, beside what they may be.
+"""Errors of implementations and their budgets, in units of the last place.
 
-One unit is eps * max |exact|, at least eps times the smallest normal number: the last place of the
-tensor's largest element. One unit serves a whole tensor, because an element near zero is a sum
-whose terms cancel: what is lost in it is of the size of the terms, and in its own last places it
-would be any number. A result that is only rounded is off by half a unit at the most. ``eps`` is of
-the problem's dtype; of fp32 for the logsumexp, whatever the dtype (fp64 in fp64).
+A unit is eps * max |exact|, but at least eps times the smallest normal number: the last place of
+the tensor's largest element. A tensor has a single unit, because an element near zero is a sum
+whose terms cancel: its error is proportional to the terms, and could be any number of its own last
+places. A correctly rounded result is off by at most half a unit. ``eps`` is that of the problem's
+dtype; for the logsumexp it is that of fp32 (of fp64 in fp64).
 
-The gradients are those of o alone, so that they are the same task for those who return no
-logsumexp. The bias is the mean of the signed errors: half a unit lost in every element shows there,
-and cancels where errors are roundings.
+The gradients are those of o alone, so that implementations that return no logsumexp have the same
+task. The bias is the mean of the signed errors: a loss of half a unit in every element shows there,
+while rounding errors cancel.
 
 Source: Goldberg, 1991, "What every computer scientist should know about floating-point arithmetic",
 for the unit; Higham, 2002, "Accuracy and stability of numerical algorithms", section 7.1, for why a
@@ -28,14 +28,14 @@ from flashattn.registry import Impl
 from flashattn.testing.accuracy import Error, Expected
 from flashattn.testing.sample import Case, Outputs, Sample, run
 
-# Names of ``values.VALUES``: what is usual, one key that takes all, a logsumexp below -88.7, where
-# exp() of it is 0 in fp32, values far larger than weights, and scores that are all alike.
+# Keys of ``values.VALUES``: ordinary values, one key with all the weight, a logsumexp below -88.7,
+# where its exp() is 0 in fp32, values far larger than the weights, and scores with many ties.
 VALUES = ("normal", "extreme", "negative", "huge_v", "ties")
 Results = dict[str, Outputs]  # by values
 Errors = dict[str, dict[str, dict[str, float | None]]]  # by values, output, and which error
 
 
-@lru_cache(maxsize=len(VALUES))  # implementations of one problem run next to one another
+@lru_cache(maxsize=len(VALUES))  # one implementation after another runs a problem
 def _expected(problem: Problem, device: torch.device, values: str) -> tuple[Case, Expected]:
     sample = Sample(problem=problem, device=device, values=values)
     case, enlarged = (replace(asked.draw(), grad_lse=None) for asked in (sample, sample.enlarged()))
@@ -43,7 +43,7 @@ def _expected(problem: Problem, device: torch.device, values: str) -> tuple[Case
 
 
 def results(impl: Impl, problem: Problem, device: torch.device) -> Results:
-    """Return what an implementation makes of a problem, o, lse, dq, dk, dv, by ``VALUES``."""
+    """Return an implementation's o, lse, dq, dk and dv for a problem, by ``VALUES``."""
     cases = {values: _expected(problem, device, values)[0] for values in VALUES}
     return {
         values: run(partial(impl, **problem.keywords, scale=case.scale), case)
@@ -55,9 +55,9 @@ def errors(given: Results, problem: Problem, device: torch.device) -> Errors:
     """Return the errors of ``results`` and their budgets, in units of the last place.
 
     Returns:
-        By values and by output ``max``, ``mean`` and ``bias``, and ``max_budget`` and
-        ``mean_budget``; a budget is None where the sample is too small for one. An output that is
-        not finite where the exact one is has infinite errors and no bias.
+        For each of ``VALUES`` and each output: ``max``, ``mean``, ``bias``, ``max_budget`` and
+        ``mean_budget``. A budget is None if the sample is too small for one. An output that is not
+        finite where the exact one is finite has infinite errors and no bias.
     """
     return {
         values: {

@@ -1,4 +1,4 @@
-"""pytest plugin: counts the examples that Hypothesis ran, of all workers."""
+"""pytest plugin: count the examples that Hypothesis runs in all workers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import pytest
 import torch
 
 Check = Callable[..., None]
-# Of a whole run, times the profile's examples per property, of which a GPU has five times as many.
+# Least examples of a whole run, per ``max_examples`` of the profile: a GPU has five times as many.
 PROMISED = {"cpu": 30, "cuda": 10}
 CHOOSE = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "impl", "lf", "stepwise")
 
 
 class Count:
-    """How many examples passed: of the test that runs, and of all that were reported."""
+    """How many examples passed: in the running test, and in all reported tests."""
 
     passed = 0
     all = 0
 
     @classmethod
     def of(cls, check: Check) -> Check:
-        """Return ``check``, counted; an example that was rejected, or fails, is none."""
+        """Return ``check``, with a count of its examples that are not rejected and do not fail."""
         if getattr(check, "is_counted", False):
             return check
 
@@ -48,7 +48,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note in the report, which a worker sends, how many examples the test ran."""
+    """Add the number of passed examples to the report, which a worker sends."""
     report = yield
     if call.when == "call" and Count.passed:
         report.user_properties.append(("examples", Count.passed))
@@ -57,27 +57,27 @@ def pytest_runtest_makereport(
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Add them up."""
+    """Add up the examples of all tests."""
     if report.when == "call":
         Count.all += sum(int(str(n)) for name, n in report.user_properties if name == "examples")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Fail a whole run that drew fewer examples than it promises."""
+    """Fail a whole run with too few examples."""
     if exitstatus == 0 and _too_few(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many examples passed."""
+    """Print how many examples passed."""
     said = f", too few: wanted {promised()}" if _too_few(terminalreporter.config) else ""
     if Count.all or said:
         terminalreporter.write_line(f"hypothesis: {Count.all} examples passed{said}")
 
 
 def promised() -> int:
-    """Return how many examples a whole run draws at the least."""
+    """Return the least number of examples that a whole run must pass."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return PROMISED[device] * hypothesis.settings().max_examples
 

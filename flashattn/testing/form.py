@@ -1,4 +1,4 @@
-"""The form of results: dtype, shape, device and memory, whatever the numbers in them."""
+"""The form of results: dtype, shape, device and memory, whatever their values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOTHING: Mapping[str, torch.Tensor] = {}
 
 
 class FormError(AssertionError):
-    """A result that is no answer, whatever its numbers."""
+    """A result has a wrong form, whatever its values."""
 
 
 def check_form(
@@ -25,12 +25,13 @@ def check_form(
 
     o has as many columns as v.
 
-    Their memory is their own: no two elements of one share a place, and none lies in an input, so
-    that who writes to a result changes nothing else. With ``grad`` each must have a gradient.
-    ``scored`` is what scores are made with, by name; its gradients are like it.
+    Each result must own its memory: it shares none with an input, and no two of its elements share
+    an address, so that writing to a result changes nothing else. With ``grad`` each result must
+    require a gradient. ``scored`` has ALiBi slopes, bias and sinks by name; the gradient of each
+    must have the same form.
 
     Raises:
-        FormError: which result, what it is, and what was wanted.
+        FormError: a result has a wrong form; the message says what it is and what was wanted.
     """
     q, k, v = inputs
     wide = torch.promote_types(q.dtype, torch.float32)

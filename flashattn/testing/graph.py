@@ -15,7 +15,7 @@ from flashattn.testing.sample import LEARNED
 
 
 class Call(NamedTuple):
-    """What is timed, and what makes its arguments, untimed."""
+    """A call to time, and a function that makes its arguments, untimed."""
 
     call: Callable[..., Any]
     setup: Callable[[], tuple[Any, ...]] = tuple
@@ -24,14 +24,14 @@ class Call(NamedTuple):
 def prepared(
     passes: str, impl: Impl, problem: Problem, device: torch.device, **how: Any
 ) -> tuple[Call, dict[str, torch.Tensor | None]]:
-    """Return a pass of an implementation as a call, and what it computes, by name.
+    """Return a pass of an implementation as a call, and its results by name.
 
     Args:
         passes: "forward", "backward" or "forward+backward".
         impl: the implementation.
         problem: what to compute.
-        device: where.
-        how: as ``Graph`` takes it.
+        device: where to run.
+        how: keyword arguments of ``Graph``.
     """
     if passes == "forward":
         inputs = make_inputs(problem, device=device)
@@ -49,10 +49,10 @@ def prepared(
 class Graph:
     """The autograd graph of an implementation, built untimed.
 
-    If ``learned``, a bias and sinks have gradients, too. ``options`` are the implementation's.
+    If ``learned``, a bias and sinks have gradients, too. ``options`` go to the implementation.
 
     Attributes:
-        grads: names of the gradients, in their order.
+        grads: names of the gradients, in order.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class Graph:
         return (self._call()[0],)
 
     def backward(self, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return ``grads``."""
+        """Return the gradients, in the order of ``grads``."""
         return torch.autograd.grad(o, self.inputs, self.grad_o, retain_graph=self.keep)
 
     def both(self) -> tuple[torch.Tensor, ...]:
-        """Return ``grads`` through a new graph."""
+        """Return the gradients through a new graph."""
         (o,) = self.forward()
         return torch.autograd.grad(o, self.inputs, self.grad_o)

@@ -1,6 +1,6 @@
-"""Inputs for a Problem: values and memory layouts by name, the same from the same seed.
+"""Inputs for a Problem: values and memory layouts by name, reproducible from a seed.
 
-The generator of the random numbers lives on the device.
+The random number generator is on the device.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def make_grads(
 def make_scored(
     problem: Problem, *, seed: int = 0, device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Make what scores are made with besides q and k, by the name that ``attention`` has for it.
+    """Make ALiBi slopes, bias and sinks, as far as the problem has them, by their names.
 
-    Slopes are those of Press et al. (2022), 2^(-8 (h + 1) / H); where seed + B is even each batch
-    has its own, a tenth apart, and the first head has none. Of an odd seed a bias lies transposed;
-    where seed // 2 + B is even it is fp32 whatever q is. Sinks are from far below the scores to
-    above them.
+    Names are those of ``attention``. Slopes are those of Press et al. (2022), 2^(-8 (h + 1) / H).
+    If seed + B is even, each batch has its own slopes, a tenth apart, and those of the first head
+    are 0. If the seed is odd, a bias is transposed in memory. If seed // 2 + B is even, it is fp32
+    whatever q is. Sinks range from far below the scores to above them.
     """
     made: dict[str, torch.Tensor] = {}
     generator = torch.Generator(device).manual_seed(seed + 2_000_003)

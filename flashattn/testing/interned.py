@@ -1,7 +1,7 @@
-"""Triton's types, made once: making and comparing them takes most of its interpreter's time.
+"""Intern Triton's types: creating and comparing them takes most of its interpreter's time.
 
-Nothing that a kernel computes changes. What is replaced here depends on types alone, and is kept
-for the next time; whatever is out of the ordinary goes to Triton's own function.
+Kernels compute the same results as before. What is replaced here depends on types alone, so it is
+cached. Unusual arguments go to Triton's own function.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from flashattn.testing.operators import (
     fast_operator,
 )
 
-# There is no public way to any of these.
+# None of these has a public name.
 _SEMANTIC = TritonSemantic(interpreter.interpreter_builder)
-_BUILTIN = tl.core.full.__code__  # of the wrapper of every builtin
+_BUILTIN = tl.core.full.__code__  # the code of every builtin's wrapper
 _PLAIN = {int, float, bool, str, type(None), tl.dtype, tl.pointer_type, tl.block_type, tl.tensor}
 _make_block, _make_pointer = tl.block_type.__init__, tl.pointer_type.__init__
 _unwrap = tl.core._unwrap_if_constexpr  # noqa: SLF001
@@ -46,7 +46,7 @@ _FAST = {"__getitem__": fast_index, "to": fast_cast, "cast": fast_cast, "dot": f
 
 
 def intern_types() -> None:
-    """Let types be made once in this process, which only interprets kernels from now on."""
+    """Create each type only once in this process, which from now on only interprets kernels."""
     tl.dtype.of_tensors = (tl.constexpr(1), tl.tuple([]))
     makes = {tl.dtype: _dtype, tl.pointer_type: _pointer_type, tl.block_type: _block_type}
     for kind, make in makes.items():
@@ -93,7 +93,7 @@ def _pointer_type(cls: type, *given: Any, **options: Any) -> Any:
 
 
 def _block_type(cls: type, element_ty: Any, shape: Any) -> Any:
-    """Return the type of such blocks, with what their tensors know of themselves."""
+    """Return the type of such blocks, with the size and shape that their tensors share."""
     sizes = shape.values if type(shape) is tl.tuple else shape
     sizes = tuple([s.value if type(s) is tl.constexpr else s for s in sizes])
     known: Any = _TYPES.get((element_ty, sizes))
@@ -110,7 +110,7 @@ def _block_type(cls: type, element_ty: Any, shape: Any) -> Any:
 def _init_handle(handle: Any, data: Any, dtype: Any, attr: Any = None) -> None:
     handle.data, handle.dtype, handle.attr = data, dtype, attr or {}
     if data.itemsize > _BYTES.get(dtype.name, 8):
-        handle.__post_init__()  # says so
+        handle.__post_init__()  # raises an error
 
 
 def _init_tensor(tensor: Any, handle: Any, type: Any) -> None:  # noqa: A002 - Triton's name
@@ -127,7 +127,7 @@ def _unwrap_fast(x: Any) -> Any:
 
 @cache
 def _interpreted(builtin: Any, name: str) -> Any:
-    """Return the builtin of that name as the interpreter calls it."""
+    """Return a builtin in the form in which the interpreter calls it."""
     inner = builtin.__wrapped__ if getattr(builtin, "__code__", None) is _BUILTIN else builtin
 
     def call(*given: Any, **options: Any) -> Any:
@@ -144,7 +144,7 @@ def _replace_builtin(owner: Any, name: str, builtin: Any, _: Any, scope: Any) ->
 
 
 def _fits(numbers: Any, dtype: Any) -> bool:
-    """Return whether numpy's numbers are no wider than Triton's, or are pointers."""
+    """Return whether an array's items are no wider than those of the dtype, or are pointers."""
     return numbers.itemsize <= _BYTES.get(dtype.name, numbers.itemsize)
 
 
@@ -170,7 +170,7 @@ def _to_tensor(semantic: Any, x: Any, check_type: Any = True) -> Any:  # noqa: F
 
 
 def _pointers(descriptor: Any, offsets: Any) -> tuple[Any, Any]:
-    """Return the pointers of a tile of a descriptor, and which of them are within its tensor."""
+    """Return the pointers to a tile of a descriptor, and which of them are inside its tensor."""
     dtype, rank = descriptor.base.dtype, descriptor.ndim
     size = dtype.element_ty.primitive_bitwidth // 8
     if offsets[-1].data.item() * size % ALIGNMENT:
@@ -186,7 +186,7 @@ def _pointers(descriptor: Any, offsets: Any) -> tuple[Any, Any]:
 
 
 def _cast_unlike(semantic: Any, x: Any, wanted: Any, rounding: Any = None) -> Any:
-    """Cast, unless x is of that dtype."""
+    """Cast x, unless it has that dtype."""
     old, new = x.dtype, wanted.scalar
     if old is new:
         return x
@@ -197,7 +197,7 @@ def _cast_unlike(semantic: Any, x: Any, wanted: Any, rounding: Any = None) -> An
 
 
 def _broadcast_unlike(semantic: Any, a: Any, b: Any) -> Any:
-    """Broadcast two tensors to one another."""
+    """Broadcast two tensors to a common shape."""
     if a.type is b.type:
         return a, b
     if (a.type, b.type) not in _OPERANDS:
@@ -208,7 +208,7 @@ def _broadcast_unlike(semantic: Any, a: Any, b: Any) -> Any:
 
 
 def _operands(semantic: Any, a: Any, b: Any, *how: bool, **options: bool) -> Any:
-    """Cast two operands and broadcast them to one another: their types say how."""
+    """Cast and broadcast two operands, as determined by their types."""
     x = a.type if type(a) is tl.tensor else semantic.to_tensor_type(a).name
     y = b.type if type(b) is tl.tensor else semantic.to_tensor_type(b).name
     key = (x, y, how, *options.items())
@@ -220,7 +220,7 @@ def _operands(semantic: Any, a: Any, b: Any, *how: bool, **options: bool) -> Any
 
 
 def _become(semantic: Any, x: Any, wanted: Any) -> Any:
-    """Cast and broadcast an operand."""
+    """Cast and broadcast an operand to a type."""
     if type(x) is not tl.tensor:
         x = semantic._cast_to_computation_type(x, wanted.scalar)  # noqa: SLF001
     elif x.type is wanted:

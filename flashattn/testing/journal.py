@@ -1,4 +1,4 @@
-"""pytest plugin: each case is a row of the journal, written before the next case starts."""
+"""pytest plugin: write each case as a row of the journal before the next case starts."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from flashattn.testing.sweep import DEVICE
 from flashattn.testing.train_case import forget_models
 
 MONITOR = pytest.StashKey[Monitor]()
-STARTED = pytest.StashKey[float]()  # on the host's clock, when a case was
+STARTED = pytest.StashKey[float]()  # host time when a case started
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Watch the device's clock."""
+    """Monitor the clock of the device."""
     session.config.stash[MONITOR] = Monitor(DEVICE)
     session.config.stash[MONITOR].__enter__()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Note the clock at the end."""
+    """Record the clock at the end."""
     session.config.stash[HEADER]["clocks"]["after"] = sm_clock(DEVICE)
     session.config.stash[MONITOR].__exit__(None, None, None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Repeat what was measured before a stop; turn running out of memory into a row."""
+    """Reuse rows measured before an interruption; turn running out of memory into a row."""
     benchmark: Any = pyfuncitem.funcargs.get("device_benchmark")
     if benchmark is None:
         return (yield)
@@ -48,7 +48,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     except Exception as error:
         if not out_of_memory(error):
             raise
-    # Past the except clause the traceback is gone, and with it the tensors it held.
+    # After the except clause the traceback is freed, and with it the tensors that it held.
     forget_models()
     facts = benchmark.extra_info
     said, predicted = facts.get("impl", facts["name"]), facts.get("predicted_bytes")
@@ -58,20 +58,20 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 
 def _again(benchmark: DeviceBenchmark, row: dict[str, Any], **_: object) -> None:
-    """Hand a row of the journal to the plugin as if it were measured now."""
+    """Hand a row of the journal to pytest-benchmark as if it were measured now."""
     facts = {name: fact for name, fact in row.items() if name != "samples"}
     benchmark.extra_info |= facts
     if row["status"] != "ok":
         pytest.skip(row["reason"])
     benchmark.replay(row["samples"])
-    benchmark.extra_info |= facts  # to the last digit what they were
+    benchmark.extra_info |= facts  # exactly as they were
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Journal the row before the next case starts; with --benchmark-disable there is none."""
+    """Write the row of a case to the journal, unless --benchmark-disable is given."""
     report = yield
     benchmark = getattr(item, "funcargs", {}).get("device_benchmark")
     if call.when != "call" or benchmark is None or not benchmark.enabled:

@@ -1,4 +1,4 @@
-"""pytest plugin: a benchmark session is written down row by row, and kept if all of it is right."""
+"""pytest plugin: write a benchmark session to disk row by row, and keep it if nothing failed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from flashattn.testing.sweep import DEVICE, part_suffix
 JOURNAL = pytest.StashKey[Journal]()
 HEADER = pytest.StashKey[dict[str, Any]]()
 MADE_BEFORE = pytest.StashKey[dict[str, dict[str, Any]]]()
-TOLD = pytest.StashKey[list[str]]()  # sentences for the end
+TOLD = pytest.StashKey[list[str]]()  # sentences for the summary
 _machine = cache(partial(machine_info, DEVICE))
 STOCK_STORAGE = "file://./.benchmarks"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare going on after a stop."""
+    """Declare the option to resume a run."""
     parser.addoption(
         "--resume", action="store_true", help="go on with the last run that was not finished"
     )
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep runs in a folder named by the accelerator, under the commit's name."""
+    """Keep runs in a folder named after the accelerator, in files named after the commit."""
     option = config.option
     folder = config.rootpath / ".benchmarks" / accelerator(DEVICE)
     commit = _commit(get_commit_info())
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if option.benchmark_storage == STOCK_STORAGE:
         option.benchmark_storage = f"file://{folder}"
     if not (option.benchmark_save or option.benchmark_autosave):
-        versioned = commit["id"] != "unknown"  # as where only the files were copied
+        versioned = commit["id"] != "unknown"  # unknown if only the files were copied
         name = commit["id"][:10] if versioned else f"sources-{sources[:10]}"
         option.benchmark_autosave = name + "-dirty" * commit["dirty"] + part_suffix(config)
     option.benchmark_quiet = True  # our tables have a column for each implementation
@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @cache
 def _writable(folder: Path, config: pytest.Config) -> Path:
-    """Return a folder, or a temporary one in its place, with a sentence, if it is read-only."""
+    """Return a folder or, if it is read-only, a temporary one, which the summary then names."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -72,10 +72,10 @@ def _writable(folder: Path, config: pytest.Config) -> Path:
 
 
 def _journal(config: pytest.Config, folder: Path) -> Journal:
-    """Return a new journal, or with --resume the last one of this part, checked to be ours.
+    """Return a new journal or, with --resume, the last unfinished one of this part.
 
     Raises:
-        pytest.UsageError: what was left unfinished was measured by other code, or elsewhere.
+        pytest.UsageError: the unfinished run was measured with other code, or on another machine.
     """
     name = f"unfinished{part_suffix(config)}-"
     left = max(folder.glob(f"{name}[0-9]*.jsonl"), default=None)
@@ -83,7 +83,7 @@ def _journal(config: pytest.Config, folder: Path) -> Journal:
         stamp = time.strftime("%Y%m%dT%H%M%S")
         return Journal(folder / f"{name}{stamp}-{os.getpid()}.jsonl")
     journal, ours = Journal.resume(left), config.stash[HEADER]
-    if journal.header is None:  # killed before the first row was whole
+    if journal.header is None:  # killed before the first row was complete
         return journal
     for what in ("machine_info", "sources"):
         if journal.header[what] != ours[what]:
@@ -97,7 +97,7 @@ def _journal(config: pytest.Config, folder: Path) -> Journal:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
-    """Leave out the folder named by the Python version, and later any that cannot be written."""
+    """Drop the folder named after the Python version, and replace one that is read-only."""
     storage = session.config._benchmarksession.storage  # type: ignore[attr-defined] # noqa: SLF001
     storage.default_machine_id = None
     yield
@@ -105,7 +105,7 @@ def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
 
 
 def pytest_benchmark_generate_machine_info() -> dict[str, Any]:
-    """Replace the plugin's own, which names the host."""
+    """Replace the information of pytest-benchmark, which names the host."""
     return _machine()
 
 
@@ -115,7 +115,7 @@ def _commit(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sources(config: pytest.Config) -> str:
-    """Return a digest of all code that is measured or measures, also where git is not."""
+    """Return a digest of all code that is measured or measures; it does not need git."""
     digest = sha256()
     for folder in ("flashattn", "benchmarks"):
         for path in sorted((config.rootpath / folder).rglob("*.py")):
@@ -128,19 +128,19 @@ def _sources(config: pytest.Config) -> str:
 
 
 def rounded(samples: list[float]) -> list[float]:
-    """Return samples as they are kept."""
-    return [round(sample, 9) for sample in samples]  # no clock here tells less than a nanosecond
+    """Return samples rounded as they are kept."""
+    return [round(sample, 9) for sample in samples]  # no clock here resolves less than a nanosecond
 
 
 def pytest_benchmark_update_commit_info(commit_info: dict[str, Any]) -> None:
-    """Keep what says which code was measured; names of folders and branches do not."""
+    """Keep only what identifies the measured code, not names of folders and branches."""
     kept = _commit(commit_info)
     commit_info.clear()
     commit_info |= kept
 
 
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
-    """Add what describes the run, and the rows that were not measured."""
+    """Add the description of the run, and the rows that were not measured."""
     header = config.stash[HEADER]
     output_json |= {name: header[name] for name in ("roofs", "clocks", "command", "sources")}
     rows = config.stash[JOURNAL].rows
@@ -153,7 +153,7 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
-    """Keep a run only when all of it is right."""
+    """Keep a run only if nothing failed."""
     plugin = session.config._benchmarksession  # type: ignore[attr-defined] # noqa: SLF001
     if exitstatus != pytest.ExitCode.OK or not plugin.benchmarks:
         plugin.save = plugin.autosave = plugin.json = None
@@ -164,7 +164,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[N
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Say where the run is."""
+    """Print where the run was written."""
     journal, plugin = config.stash[JOURNAL], config._benchmarksession  # type: ignore[attr-defined] # noqa: SLF001
     if not journal.rows:
         return

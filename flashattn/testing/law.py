@@ -1,4 +1,4 @@
-"""A law: a check that holds for every sample, as a test of every implementation."""
+"""Laws: checks that hold for every sample, made into tests of every implementation."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ ORDINARY = [
     *(Problem(seq_q=64, head_dim=64, dtype=dtype, causal=True) for dtype in DTYPES),
     *(Problem(seq_q=64, head_dim=64, dtype=dtype) for dtype in DTYPES),
 ]
-# One in so many of the profile's examples: the interpreter takes a quarter of a second for what
-# others do in 5 ms, and our Python is the same on any device.
+# Divisors of the profile's number of examples: the interpreter takes a quarter of a second where
+# others take 5 ms, and our Python code is the same on any device.
 SHARES = {"cpu": {"triton": 8, "reference": 2}, "cuda": {"tiled": 10, "reference": 10}}
-QUICKER = 100  # examples at most of the profiles that are quicker than the thorough one, on a GPU
+QUICKER = 100  # most examples of a profile quicker than the thorough one, on a GPU
 OURS, PEERS = {"cpu": 1, "cuda": 2}, {"cpu": 4, "cuda": 20}
 LIMITS: dict[str, dict[str, Any]] = {
-    # Two tiles of keys and three of queries for the interpreter.
+    # Two tiles of keys and three of queries in the interpreter.
     "cpu": {"longest": 80},
-    # As many of a GPU's; each further head dimension and dtype has its kernels compiled, and the
-    # accuracy tests have them all.
+    # As many tiles on a GPU. Each further head dimension or dtype has more kernels to compile, and
+    # the accuracy tests cover all of them.
     "cuda": {"longest": 160, "head_dims": (64,), "dtypes": ("bfloat16", "float32")},
 }
 
 
 def share(impl: Impl, device: torch.device, profile: str | None = None) -> int:
-    """Return how many of a profile's examples an implementation is asked; None: the one in use."""
+    """Return the number of examples for an implementation; None is the profile in use."""
     others = (PEERS if impl.excused else OURS)[device.type]
     used = hypothesis.settings() if profile is None else hypothesis.settings.get_profile(profile)
     most = used.max_examples
@@ -51,9 +51,10 @@ def share(impl: Impl, device: torch.device, profile: str | None = None) -> int:
 
 
 def kinds_of(name: str, impl: Impl) -> list[list[int]]:
-    """Return groups of kinds of problems: on a GPU a law asks the first that can be solved.
+    """Return groups of kinds of problems: on a GPU a law uses the first group that can be solved.
 
-    Of ours it asks one kind and the next law another; the thorough profile asks all.
+    For our own implementations each group is one kind, in an order that the law's name decides. For
+    others, and in the thorough profile, one group has all kinds.
     """
     ours = not impl.excused and not impl.origin
     few = ours and hypothesis.settings().max_examples <= QUICKER
@@ -68,17 +69,17 @@ def law(
     drawn: dict[str, st.SearchStrategy[Any]] | None = None,
     **fixed: Any,
 ) -> Callable[[Check], Test]:
-    """Make a test of ``check(impl, sample)``: run it on samples that the implementation takes.
+    """Turn ``check(impl, sample)`` into a test on samples that the implementation takes.
 
-    One that does not claim the contract (``strict``) is asked ordinary values only; and if it
-    breaks the law that is an expected failure, reported with the smallest example: its maker's to
-    mend.
+    An implementation that does not claim the contract (``strict``) gets ordinary values only. If a
+    peer (``excused``) breaks the law, that is an expected failure, reported with the smallest
+    example.
 
     Args:
         asked: arguments of ``strategies.problems``.
-        needs: of the facts "grad", "lse", "strict", "repeats", "windows", "intervals", "softcap",
-            "alibi" and "bias", those without which the law says nothing.
-        drawn: further arguments of ``check``.
+        needs: flags that the law requires, separated by spaces: "grad", "lse", "strict", "repeats",
+            "windows", "intervals", "softcap", "alibi" or "bias".
+        drawn: strategies for further arguments of ``check``.
         fixed: attributes of ``Sample`` that are not drawn.
     """
 
@@ -103,11 +104,11 @@ def law(
             )
             phases = set(hypothesis.settings().phases)
             settings = hypothesis.settings(
-                # An expected failure is shrunk, but nobody waits for what else could be varied.
+                # An expected failure is shrunk, but not explained.
                 phases=phases - {hypothesis.Phase.explain} if impl.excused else phases,
                 max_examples=share(impl, device),
-                report_multiple_bugs=False,  # one AssertionError, and not a group of them
-                derandomize=impl.excused,  # or peers would fail in one run and not in the next
+                report_multiple_bugs=False,  # one AssertionError, not a group of several
+                derandomize=impl.excused,  # else peers would fail in one run and not the next
                 suppress_health_check=list(hypothesis.HealthCheck),
             )
             with excusing(impl):
@@ -127,9 +128,9 @@ def law(
 
 
 def clause(needs: str = "") -> Callable[[Check], Test]:
-    """Make a test of ``check(impl, device)``, which is asked once and may draw by ``chance``.
+    """Turn ``check(impl, device)`` into a test that runs once and may draw by ``chance``.
 
-    Needs are as for ``law``; one that does not claim the contract is excused as in a law.
+    ``needs`` are those of ``law``; a peer that fails is excused as in a law.
     """
 
     def decorate(check: Check) -> Test:
@@ -143,7 +144,7 @@ def clause(needs: str = "") -> Callable[[Check], Test]:
 
 
 def _named(test: Test, check: Check, needs: str) -> Test:
-    """Return ``test`` as pytest should see it, left out where the implementation is not asked."""
+    """Name ``test`` after its check, and leave it out where the implementation lacks a need."""
     test.__name__, test.__qualname__ = check.__name__, check.__qualname__
     test.__doc__, test.__module__ = check.__doc__, check.__module__
     test.is_law = True  # type: ignore[attr-defined]
@@ -152,7 +153,7 @@ def _named(test: Test, check: Check, needs: str) -> Test:
 
 @contextmanager
 def excusing(impl: Impl) -> Iterator[None]:
-    """Report what an excused implementation gets wrong as an expected failure, in every run."""
+    """Report the failures of an excused implementation as expected ones, the same in every run."""
     try:
         with alike() if impl.excused else nullcontext():
             yield
@@ -163,9 +164,9 @@ def excusing(impl: Impl) -> Iterator[None]:
 
 
 def unasked(impl: Impl, device: torch.device, needs: str = "") -> str | None:
-    """Return why an implementation is not asked on a device, or None.
+    """Return why an implementation is not tested on a device, or None.
 
-    Needs are as for ``law``, and "eager": it does not compile every new shape.
+    ``needs`` are those of ``law``, and "eager": it does not compile for every new shape.
     """
     missing = {
         "eager": f"{impl.name} compiles for seconds at every new shape",
@@ -187,7 +188,7 @@ def unasked(impl: Impl, device: torch.device, needs: str = "") -> str | None:
 
 @cache
 def interpreted(impl: Impl, device: torch.device) -> bool:
-    """Return whether an implementation runs in Triton's interpreter, which takes its time."""
+    """Return whether an implementation runs in Triton's interpreter, which is slow."""
     problem = next((p for p in ORDINARY if impl.why_not(p, device) is None), None)
     never = device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1" or impl.compiles
     if never or problem is None:

@@ -1,4 +1,4 @@
-"""Layouts of inputs and gradients, by name: same values, other strides, poison in the gaps."""
+"""Memory layouts of inputs and gradients, by name: different strides, with poison in the gaps."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def _pitched(x: torch.Tensor) -> torch.Tensor:
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda x: x.contiguous(),
-    # [B, T, H, D] in memory: how a projection leaves it.
+    # [B, T, H, D] in memory, as a projection writes it.
     "sequence_first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    # Every third row of a larger buffer: how a fused qkv projection leaves it.
+    # Every third row of a larger buffer, as a fused qkv projection writes it.
     "packed": lambda x: poisoned(x, (*x.shape[:3], 3, x.shape[3]))[..., 1, :].copy_(x),
-    # A window of a larger buffer, which goes on in every direction.
+    # A window of a buffer that is larger in every dimension.
     "embedded": _embedded,
-    # Every other row, from the second on, of a longer sequence.
+    # Every other row of a longer sequence, from the second row on.
     "sliced": _sliced,
-    # One element past an aligned address, rows of odd length: no descriptor can address it.
+    # One element past an aligned address, row stride D + 1: not TMA-compatible.
     "misaligned": lambda x: poisoned(x, (*x.shape[:3], x.shape[3] + 1))[..., 1:].copy_(x),
-    # Rows that begin at multiples of 32 bytes or more, whatever their length.
+    # Rows start at multiples of 32 bytes or more, whatever their length.
     "pitched": _pitched,
-    # The head dimension with stride 2: not dense.
+    # Head dimension with stride 2: not dense.
     "strided": lambda x: poisoned(x, (*x.shape, 2))[..., 0].copy_(x),
-    # One head, or batch, read by all of them through stride 0 (changes the values).
+    # All heads, or batches, read the first one through stride 0 (this changes the values).
     "expanded": lambda x: x[:, :1].expand_as(x) if x.shape[1] else x,
     "expanded_batch": lambda x: x[:1].expand_as(x) if x.shape[0] else x,
 }
-# The gradient of a sum over some dimensions, or all, is one number that is read again and again.
+# The gradient of a sum over some or all dimensions is expanded: one element is read repeatedly.
 GRAD_LAYOUTS = LAYOUTS | {
     "expanded_rows": lambda x: x[:, :, :1].expand_as(x) if x.shape[2] else x,
     "expanded_columns": lambda x: x[..., :1].expand_as(x),

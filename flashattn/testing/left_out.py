@@ -1,7 +1,7 @@
-"""pytest plugin: what can never run on this machine is not collected; the header says what and why.
+"""pytest plugin: leave out tests that can never run on this machine; the header says which and why.
 
-A test says what it needs by a marker: ``gpu``, ``interpreter``, or ``why_not(function)``, whose
-function takes some of the test's parameters and returns a reason, or None.
+A test declares its needs by markers: ``gpu``, ``interpreter``, or ``why_not(function)``, whose
+function takes some of the test's parameters and returns a reason or None.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def header(names: Iterable[str]) -> list[str]:
-    """Return a line for each implementation that is left out of all tests here, or of some."""
+    """Return a line for each implementation that is left out of some or all tests here."""
     lines = [] if DEVICE.type == "cuda" else ["left out: tests marked gpu: there is no CUDA GPU"]
     for impl in map(registry.get, names):
         limits = [said for need, said in LIMITS.items() if not getattr(impl, need)]
@@ -59,7 +59,7 @@ def header(names: Iterable[str]) -> list[str]:
 
 @cache
 def never(name: str) -> str | None:
-    """Return why an implementation can answer nothing on this machine, or None."""
+    """Return why an implementation cannot run on this machine at all, or None."""
     return unasked(registry.get(name), DEVICE)
 
 
@@ -83,12 +83,12 @@ def _reason(item: pytest.Item) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what cannot run here."""
+    """Leave out tests that cannot run here."""
     if not config.option.left_out:
         items[:] = [item for item in items if _reason(item) is None]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip it, where it was to be shown."""
+    """With ``--left-out``, skip a test that cannot run here."""
     if item.config.option.left_out and _reason(item) is not None:
         pytest.skip(_reason(item) or "")

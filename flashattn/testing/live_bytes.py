@@ -1,4 +1,4 @@
-"""Bytes that operators make and hold, counted as they run: on any device, also on fake tensors."""
+"""Count the bytes that operators allocate and hold, on any device and on fake tensors."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of living storages as operators take and make them.
+    """Counts the bytes of live storages as operators take and return them.
 
-    What an operator allocates inside itself, as one of a library of its own does, is not seen: call
-    what is below it. Nor is what only a kernel reads, which on a GPU no operator takes: it is given
-    where only what was made is to count, on any device. Storages of given tensors do not count.
+    What an operator allocates internally, as a custom operator does, is not seen: call the function
+    below it. Nor is a tensor that only a kernel reads, as on a GPU no operator takes it. To count
+    only new memory, on any device, pass such tensors as ``given``: their storages do not count.
 
     Attributes:
-        now: bytes of the storages that are alive.
-        peak: the most there were at once.
-        largest: bytes of the largest storage that was ever seen.
+        now: bytes of the live storages.
+        peak: the maximum of ``now``.
+        largest: bytes of the largest storage seen so far.
     """
 
     def __init__(self, *given: torch.Tensor) -> None:
-        """Start with none."""
+        """Start with no bytes."""
         super().__init__()
         self.now, self.peak, self.largest = 0, 0, 0
         self._storages: dict[int, weakref.ref[Any]] = {}
@@ -40,7 +40,7 @@ class Live(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Count what the operator took and gave."""
+        """Run an operator, and count the storages of its arguments and results."""
         del types
         result = op(*args, **(kwargs or {}))
         for x in tree_leaves((args, kwargs, result)):
@@ -50,7 +50,7 @@ class Live(TorchDispatchMode):
         return result
 
     def _meet(self, x: torch.Tensor, *, counted: bool) -> None:
-        """Count a tensor's storage from now on, or never."""
+        """Track a tensor's storage; unless ``counted``, its bytes never count."""
         storage = x.untyped_storage()
         key = storage._cdata  # noqa: SLF001 - what identifies it
         if key in self._storages:

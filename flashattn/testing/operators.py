@@ -1,8 +1,8 @@
-"""Operators of Triton's tensors, as its interpreter calls them, without detours.
+"""Fast operators for tensors in Triton's interpreter.
 
-Triton casts two operands, copies each to the shape of the result, and lets numpy compute it. Which
-steps these are depends on types alone. So Triton's own operator is called once for each pair of
-types; from then on numpy is called at once, and broadcasts by itself.
+Triton casts both operands, copies each to the shape of the result, and lets numpy compute it. These
+steps depend on types alone. So Triton's own operator is called once for each pair of types; from
+then on numpy is called directly, and broadcasts by itself.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _SEMANTIC = TritonSemantic(interpreter.interpreter_builder)
 LEAST, MOST = -(2**31), 2**31 - 1  # of int32
 FP32 = np.finfo(np.float32)
 WHOLE = slice(None)
-BF16_BITS = 16  # fewer than fp32 has
+BF16_BITS = 16  # bits of bf16, and low bits of fp32 that it lacks
 Compute = Callable[[Any, Any], Any]
 
 
 class Plan(NamedTuple):
-    """How an operator is computed of two types.
+    """How to compute an operator for two types.
 
     Args:
-        casts: what each operand is cast to, or None.
-        compute: returns the numbers, or None where Triton's own operator has to look.
-        dtype: of the result's handle.
-        type: of the result.
+        casts: the dtype that each operand is cast to, or None.
+        compute: returns the numbers, or None if Triton's own operator has to compute them.
+        dtype: the dtype of the result's handle.
+        type: the type of the result.
     """
 
     casts: tuple[Any, Any]
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
 
 
 def _in_32_bits(exact: Compute, many: Compute) -> Compute:
-    """Return an operator of integers that says None where a result may not fit."""
+    """Return an integer operator that returns None if a result may not fit into 32 bits."""
 
     def compute(x: Any, y: Any) -> Any:
         if x.size == y.size == 1:
@@ -90,13 +90,13 @@ _OF_DTYPE: dict[str, dict[str, Compute]] = {
 _FLOATS = {"fp32", "fp64"}
 _NUMERIC = {*_FLOATS, *tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES}
 CASTS = {(a, b) for a in _NUMERIC for b in (_NUMERIC | {"fp16", "bf16"}) - {"int1"}}
-CASTS |= {("fp16", "fp32"), ("bf16", "fp32")}  # all that take no detour
+CASTS |= {("fp16", "fp32"), ("bf16", "fp32")}  # all direct casts
 _NAMES = {name: (name, False) for found in _OF_DTYPE.values() for name in found}
 NAMES = {f"__{r}{name}__": (name, bool(r)) for name in _NAMES for r in ("", "r")}
 
 
 def fast_operator(name: str, triton: Compute) -> Compute:
-    """Return a method of tensors that does what Triton's does."""
+    """Return a tensor method that does the same as Triton's."""
     name, swapped = NAMES[name]
     plans: dict[Any, Plan | None] = {}
 
@@ -131,12 +131,12 @@ def fast_operator(name: str, triton: Compute) -> Compute:
 
 
 def _in_fp32(x: float) -> bool:
-    """Return whether Triton takes a number for fp32."""
+    """Return whether Triton treats a number as fp32."""
     return x == 0 or FP32.tiny <= abs(x) <= FP32.max or abs(x) == np.inf
 
 
 def _plan(name: str, a: Any, b: Any, result: Any, *, swapped: bool) -> Plan | None:
-    """Return how an operator is computed of such operands, or None where it is not that simple."""
+    """Return how to compute an operator for such operands, or None if it is not that simple."""
     how = True, True, True, name in ("truediv", "floordiv", "mod")
     wanted = TritonSemantic.binary_op_type_checking_impl(_SEMANTIC, a, b, *how)
     common = [x.dtype for x in wanted]
@@ -212,7 +212,7 @@ def fast_cast(triton: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cast_plan(old: Any, new: Any, *, bitcast: bool) -> Callable[[Any], Any] | None:
-    """Return how numbers become those of another dtype, or None where it is not that simple."""
+    """Return a function that casts to another dtype, or None if it is not that simple."""
     numpy = interpreter._get_np_dtype(new)  # noqa: SLF001
     if bitcast:
         same = old.primitive_bitwidth == new.primitive_bitwidth

@@ -1,4 +1,4 @@
-"""pytest plugin: ``pytest tests`` uses every core; some tests have the machine alone.
+"""pytest plugin: ``pytest tests`` uses every core; tests marked ``alone`` run by themselves.
 
 Folders of tests run in pytest-xdist's workers. Files and single tests named on the command line run
 in one process, and so does everything under ``--pdb``, ``--lf``, ``--stepwise`` or ``-n 0``.
@@ -22,8 +22,8 @@ import torch
 MOST_WORKERS = 16
 GPU_BYTES = 8 * 2**30  # of GPU memory for each worker: its context, kernels and ordinary tests
 ON_GPU = torch.cuda.is_available()
-CHUNK = 1 if ON_GPU else 4  # tests that a worker is given at most: neighbours share a reference
-CACHED_BYTES = 2**30  # that a worker may keep between tests
+CHUNK = 1 if ON_GPU else 4  # most tests that a worker gets at once: neighbours share a reference
+CACHED_BYTES = 2**30  # of GPU memory that a worker may keep between tests
 CU_CTX_SCHED_BLOCKING_SYNC = 4  # cuda.h
 ONE_PROCESS = ("usepdb", "collectonly", "lf", "stepwise")
 LOCKS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _sleep_while_waiting() -> None:
-    """Leave the core to other workers meanwhile; CUDA's default is to spin."""
+    """Leave the core to other workers while waiting for the GPU; CUDA's default is to spin."""
     cuda = ctypes.CDLL("libcuda.so.1")
     cuda.cuInit(0)
     cuda.cuDevicePrimaryCtxSetFlags_v2(0, CU_CTX_SCHED_BLOCKING_SYNC)
@@ -46,16 +46,16 @@ def _sleep_while_waiting() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Ask for workers where whole folders of tests are run and nothing else was said."""
+    """Start workers if whole folders of tests are run and no option says otherwise."""
     option = config.option
     if not config.pluginmanager.has_plugin("xdist") or hasattr(config, "workerinput"):
         return
     if option.numprocesses is None and option.dist == "no" and _folders(config):
         option.numprocesses = "auto"
     if option.numprocesses:
-        # Threads of numpy's library wait for one another: tests multiply small matrices.
+        # Tests multiply small matrices, for which threads of numpy's BLAS wait for one another.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        # Memory that tensors leave stays with the process: anew it would have to be cleared.
+        # Freed memory of tensors stays with the process: new memory would have to be cleared.
         os.environ.setdefault("MALLOC_MMAP_MAX_", "0")
         os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 32))
         option.dist = "load" if option.dist == "no" else option.dist
@@ -64,7 +64,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def _folders(config: pytest.Config) -> bool:
-    """Whether all that is asked for is the folder ``tests``, or folders in it."""
+    """Return whether all arguments are the folder ``tests``, or folders in it."""
     if any(config.getoption(name, None) for name in ONE_PROCESS):
         return False
     tests, here = config.rootpath / "tests", config.invocation_params.dir
@@ -74,7 +74,7 @@ def _folders(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return a worker for each core, as far as the GPUs' memory goes."""
+    """Return the number of workers: one for each core, as far as the GPUs' memory suffices."""
     workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     memory = sum(gpu.total_memory // GPU_BYTES for gpu in gpus)
@@ -83,7 +83,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """Share the GPUs among the workers."""
+    """Distribute the workers over the GPUs."""
     config.stash[LOCKS] = tempfile.TemporaryDirectory()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
@@ -105,11 +105,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put properties, which take long, first, and what runs alone last: then few wait for it.
+    """Put slow property-based tests first, and tests that run alone last: then few wait for them.
 
-    Neighbours want the same kernels: on a GPU workers would wait for one another, so tests are
-    mixed. Elsewhere implementations of one problem are neighbours, as they share what is exact.
-    Workers begin with the last file: what runs alone waits for short tests of the first.
+    Neighbours need the same kernels, for which workers on a GPU would wait, so there tests are
+    shuffled. Elsewhere implementations of one problem are neighbours, as they share exact results.
+    Workers begin with the last file, so tests that run alone wait for short tests of the first.
     """
     worker, places = hasattr(config, "workerinput"), dict[str, int]()
 
@@ -126,7 +126,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _drawn(item: pytest.Item) -> bool:
-    """Whether Hypothesis draws what the test is asked."""
+    """Return whether Hypothesis draws the inputs of a test."""
     function = getattr(item, "obj", None)
     return hasattr(function, "hypothesis") or hasattr(function, "is_law")
 
@@ -137,7 +137,7 @@ def _alone(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside pytest-timeout's clock
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Run beside other workers' tests, or while they run none."""
+    """Run a test beside those of other workers or, if it is marked ``alone``, by itself."""
     folder = getattr(item.config, "workerinput", {}).get("locks")
     if folder is None:
         return (yield)
@@ -145,7 +145,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     with memory.open("w") as large, room.open("w") as shared:
         if item.get_closest_marker("gpu_memory"):
             fcntl.flock(large, fcntl.LOCK_EX)
-        # A test that waits for the room keeps the door, so that those after it cannot starve it.
+        # A test that waits for the lock "room" keeps "door", so that later tests cannot starve it.
         with door.open("w") as single:
             fcntl.flock(single, fcntl.LOCK_EX)
             fcntl.flock(shared, fcntl.LOCK_EX if _alone(item) else fcntl.LOCK_SH)
@@ -156,10 +156,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def _release_memory(item: pytest.Item) -> None:
-    """Give cached GPU memory back; end a worker whose GPU context is broken.
+    """Release cached GPU memory; end a worker whose CUDA context is broken.
 
-    After an illegal memory access every call to CUDA fails. pytest-xdist names the test of a worker
-    that ends and starts another worker, which has a context of its own.
+    After an illegal memory access every call to CUDA fails. If a worker ends, pytest-xdist names
+    its test and starts another worker, which has a new context.
     """
     if not torch.cuda.is_initialized():
         return

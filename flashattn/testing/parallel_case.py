@@ -1,7 +1,7 @@
-"""What processes of a group measure together: attention, a training step, and the links.
+"""Jobs that a process group measures together: attention, a training step, and the links.
 
-``ranks`` starts the processes, each with ``main``. Meshes have one dimension; rounds are numbers of
-samples.
+``ranks`` starts the processes, each with ``main``. Meshes have one dimension; ``rounds`` is the
+number of samples.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from flashattn.testing.results import unlike
 from flashattn.testing.sample import Case
 from flashattn.training import Trainer
 
-# How each method calls ``flashattn.parallel.attention``; "pytorch" is context_parallel with cuDNN.
+# Arguments of ``flashattn.parallel.attention``; "pytorch" is context_parallel with cuDNN instead.
 METHODS: dict[str, dict[str, Any]] = {
     "keys": {},
     "keys, kept": {"keep": True},
@@ -45,7 +45,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "pytorch": {},
 }
 SAID = "rank{}.txt"
-VERIFIED = 64  # of a rank's rows, the last
+VERIFIED = 64  # at most so many of a rank's last rows are verified
 PIECE = {"cuda": 1 << 26, "cpu": 1 << 20}  # bytes that each rank sends when links are measured
 Tensors = tuple[torch.Tensor, ...]
 
@@ -53,12 +53,12 @@ Tensors = tuple[torch.Tensor, ...]
 def attention(mesh: DeviceMesh, *, problem: str, method: str, passes: str, rounds: int) -> Any:
     """Verify and time attention by one of ``METHODS``, forward or forward+backward.
 
-    The problem is the name of the whole one, whose lengths the ranks divide.
+    ``problem`` is the name of the whole problem, whose lengths the ranks divide.
 
     Returns:
-        ``samples``, seconds of the slowest rank; ``wrong``, a sentence for each broken budget;
-        ``peak_bytes`` of the rank with the most; ``other_bits``, a sentence for each output whose
-        bits were others in a second call; or ``unsupported``, why PyTorch's cannot.
+        ``samples``, seconds of the slowest rank; ``wrong``, a sentence for each exceeded budget;
+        ``peak_bytes``, the maximum over the ranks; ``other_bits``, a sentence for each output whose
+        bits differ in a second call; or ``unsupported``, why PyTorch's method cannot do it.
     """
     asked, device = Problem.parse(problem), mesh.device_type
     whole = [*make_inputs(asked, device=device), make_grads(asked, device=device)[0]]
@@ -88,14 +88,14 @@ def attention(mesh: DeviceMesh, *, problem: str, method: str, passes: str, round
 
 
 def _other_bits(first: Tensors, second: Tensors) -> list[str]:
-    """Return a sentence for each of o, dq, dk and dv that a second call gave with other bits."""
+    """Return a sentence for each of o, dq, dk and dv whose bits differ in a second call."""
     pairs = zip(("o", "dq", "dk", "dv"), first, second, strict=False)
     return [f"in a second call {said}" for x in pairs if (said := unlike(*x))]
 
 
 @contextmanager
 def _rows(mesh: DeviceMesh, method: str, whole: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Return this rank's rows, where PyTorch's context parallelism is on if it is asked for."""
+    """Yield this rank's rows of each tensor; for "pytorch", within ``context_parallel``."""
     if method != "pytorch" or mesh.size() == 1:
         placement = METHODS[method].get("placement", "zigzag")
         yield [parallel.shard(x, mesh, dim=2, placement=placement) for x in whole]
@@ -132,10 +132,10 @@ def _attend(mesh: DeviceMesh, method: str, problem: Problem) -> Callable[..., to
 def _wrong(
     mesh: DeviceMesh, problem: Problem, method: str, given: list[torch.Tensor], got: Tensors
 ) -> list[str]:
-    """Return what is off its budget (see ``accuracy``) in the last of this rank's rows.
+    """Return a sentence for each budget (see ``accuracy``) that this rank's last rows exceed.
 
-    ``given`` has this rank's rows of q, whole k and v, and this rank's rows of the gradient of o;
-    ``got`` has its o and, if they were asked for, dq, dk and dv.
+    ``given`` has this rank's rows of q, the whole k and v, and this rank's rows of the gradient of
+    o. ``got`` has this rank's o and, if gradients are computed, dq, dk and dv.
     """
     kind = METHODS[method].get("placement", "zigzag")
     chunks = Placement(kind, mesh.size()).chunks(problem.seq_q)
@@ -158,7 +158,7 @@ def _wrong(
             for name, x in zip(("o", "dq"), got[:2], strict=False)
         }
         if len(got) > 1 and problem.causal and chunk.stop == problem.seq_kv:
-            # Nobody else sees the last keys, which are the last of this rank's, too.
+            # No other rank sees the last keys, which are also the last keys of this rank.
             results |= dict(zip(OF_KEYS, (x[:1, own, -count:] for x in got[2:]), strict=True))
             expected = expected.of_keys(slice(-count, None))
         found += [f"{method}: {sentence}" for sentence in expected.failures(results)]
@@ -166,9 +166,9 @@ def _wrong(
 
 
 def _last_rows(problem: Problem, rows: slice) -> tuple[slice, Problem]:
-    """Return the keys that some rows see, and these as a problem of one group of heads.
+    """Return the keys that some rows see, and both as a problem of one group of heads.
 
-    Of rows of several documents only those of the last one count.
+    If the rows belong to several documents, only those of the last one count.
     """
     lengths = problem.documents if isinstance(problem.documents, tuple) else ()
     start_q = start_kv = 0
@@ -195,7 +195,7 @@ def _last_rows(problem: Problem, rows: slice) -> tuple[slice, Problem]:
 def train(
     mesh: DeviceMesh, *, size: str, context: int, precision: str, checkpoint: bool, rounds: int
 ) -> dict[str, Any]:
-    """Time a training step of the transformer on one sequence; the mesh shares its parameters, too.
+    """Time a training step of the transformer on one sequence; its parameters are sharded, too.
 
     Returns:
         ``samples`` and ``peak_bytes`` as ``attention`` does, and the ``losses`` of all steps.
@@ -215,7 +215,7 @@ def train(
 
 
 def link(mesh: DeviceMesh, *, rounds: int) -> dict[str, float]:
-    """Measure what ``scaling.Machine`` wants to know of links and memory."""
+    """Measure the link and memory figures of ``scaling.Machine``."""
     device, world = mesh.device_type, mesh.size()
     group = mesh.get_group().group_name
     collectives = torch.ops._c10d_functional  # noqa: SLF001 - as the product calls them
@@ -243,9 +243,9 @@ def link(mesh: DeviceMesh, *, rounds: int) -> dict[str, float]:
 
 
 def _timed(mesh: DeviceMesh, call: Callable[[], Any], rounds: int) -> dict[str, Any]:
-    """Return seconds of the slowest rank for each call, and the largest peak of memory.
+    """Return the seconds of the slowest rank for each call, and the largest peak of memory.
 
-    All ranks begin a call together. Caches stay warm: what is timed is larger than they are.
+    All ranks begin a call together. Caches stay warm: the data of a call is larger than they are.
     """
     device = torch.device(mesh.device_type)
     token = torch.zeros(1, device=device)
@@ -270,7 +270,7 @@ def _timed(mesh: DeviceMesh, call: Callable[[], Any], rounds: int) -> dict[str, 
 
 
 def _gathered(mesh: DeviceMesh, x: Any) -> list[Any]:
-    """Return what all ranks have."""
+    """Return the objects of all ranks."""
     found: list[Any] = [None] * mesh.size()
     distributed.all_gather_object(found, x, mesh.get_group())
     return found
@@ -280,9 +280,9 @@ JOBS: dict[str, Callable[..., Any]] = {"attention": attention, "train": train, "
 
 
 def main(rank: int, world: int, device: str, folder: Path, link: Connection[Any, Any]) -> None:
-    """Do each job that comes by the link; the first rank answers.
+    """Do each job that arrives on the link; the first rank answers.
 
-    In the folder the ranks meet, and what they print is kept.
+    The folder has the store in which the ranks meet, and their output.
     """
     with (folder / SAID.format(rank)).open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -295,10 +295,10 @@ def main(rank: int, world: int, device: str, folder: Path, link: Connection[Any,
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=limit
     )
     mesh = init_device_mesh(device, (world,))
-    with suppress(EOFError):  # whoever asks has ended
+    with suppress(EOFError):  # the asking process has ended
         while True:
             job = link.recv()
             answer = JOBS[job.pop("job")](mesh, **job)
             if rank == 0:
                 link.send(answer)
-    os._exit(0)  # gloo's threads sometimes abort a process that ends with its destructors
+    os._exit(0)  # gloo's threads sometimes abort a process that runs its destructors

@@ -1,6 +1,6 @@
-"""Triton's interpreter, exact where a GPU is, stricter, and in a fifteenth of its time.
+"""Patches for Triton's interpreter: as exact as a GPU, stricter, and fifteen times as fast.
 
-To be imported before a first kernel runs, which leaves some of the language replaced.
+Import this module before the first kernel runs, which leaves some of the language replaced.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from triton.runtime.interpreter import (
 from flashattn.testing.interned import intern_types
 from flashattn.testing.operators import EXACT_CASTS
 
-# There is no public way to any of these.
+# None of these has a public name.
 _patch_language = interpreter._patch_lang  # noqa: SLF001
 _cast = InterpreterBuilder.cast_impl
 _call = GridExecutor.__call__
-# Of each module, and of the tensors that both have, something that is not replaced yet.
+# One original attribute of each module, and of their tensors: shows whether it is replaced now.
 _PLAIN = {tl: tl.range, tl.core: tl.core.range}
 _PLAIN_T = tl.tensor.__dict__["T"]
 INTERNS = hasattr(TritonSemantic, "to_tensor_type")  # Triton 3.7 or newer
-_called = set[Any]()  # functions that the kernel that runs has called
-# Of two numbers, and of blocks: numpy takes ten times as long as Python to compute one number.
+_called = set[Any]()  # jitted functions that the running kernel has called
+# For two numbers, and for blocks: for single numbers numpy takes ten times as long as Python.
 _EXACT: dict[str, tuple[Any, Any]] = {
     "add": (operator.add, np.add),
     "sub": (operator.sub, np.subtract),
@@ -43,25 +43,25 @@ _EXACT: dict[str, tuple[Any, Any]] = {
 
 
 def patch_interpreter() -> None:
-    """Let kernels be interpreted as they are tested: exactly, without overflows, and fast.
+    """Make the interpreter exact, strict about integer overflow, and fast.
 
-    bf16 and fp32 become one another as on a GPU. Triton (3.6 and 3.9) cuts off what bf16 does not
-    hold, where a GPU rounds to nearest, and makes denormal numbers others, up to twice the smallest
-    normal one.
+    bf16 and fp32 are cast to one another as on a GPU. Triton (3.6 and 3.9) truncates to bf16, where
+    a GPU rounds to nearest, and casts denormal numbers to other ones, up to twice the smallest
+    normal number.
 
-    Sums, differences and products of integers fail that do not fit their dtype. Triton computes
-    each of them a second time to find out, and then says nothing, unless it debugs.
+    A sum, difference or product of integers that overflows its dtype is an error. Triton computes
+    each a second time to detect that, but reports it only in debug mode.
 
-    What overflows in a kernel is inf or NaN without a warning, as on a GPU: rows beyond the last
-    hold such numbers, which nobody stores.
+    Floating-point overflow in a kernel gives inf or NaN without a warning, as on a GPU: rows past
+    the last one hold such numbers, which are never stored.
 
-    The builtins of the language are looked for once. Triton replaces them for as long as a kernel
-    runs, and looks through every module for them whenever a jitted function calls another.
+    The builtins of the language are searched for once. Triton replaces them while a kernel runs,
+    and searches every module for them whenever a jitted function calls another.
     """
     if INTERNS:
         intern_types()
     for owner in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
-        _builtins(owner)  # now: a kernel that runs has replaced some
+        _builtins(owner)  # now, as a running kernel has replaced some
     GridExecutor.__call__ = _call_silently
     InterpretedFunction.__call__ = _call_function
     InterpreterBuilder.cast_impl = _cast_exactly
@@ -78,16 +78,16 @@ def _call_silently(kernel: Any, *arguments: Any, **options: Any) -> None:
 
 
 def _cast_exactly(builder: Any, x: Any, wanted: Any) -> Any:
-    """Return a tensor in another dtype, a scalar one or that of blocks."""
+    """Cast a tensor to another dtype, a scalar type or a block type."""
     cast = EXACT_CASTS.get((x.dtype.scalar.name, wanted.scalar.name))
     return TensorHandle(cast(x.data), wanted.scalar) if cast else _cast(builder, x, wanted)
 
 
 def _refuse_overflow(semantic: Any, left: Any, right: Any, operation: Any) -> None:
-    """Look at a sum, difference or product of two tensors before it is computed.
+    """Check a sum, difference or product of two tensors before it is computed.
 
     Raises:
-        OverflowError: it has numbers that its dtype has not.
+        OverflowError: a result does not fit the dtype.
     """
     del semantic
     dtype = left.type.scalar
@@ -105,7 +105,7 @@ def _refuse_overflow(semantic: Any, left: Any, right: Any, operation: Any) -> No
 
 @cache
 def _builtins(owner: Any) -> list[tuple[str, Any]]:
-    """Return the builtins of a module or a class by name; asked before any is replaced."""
+    """Return the builtins of a module or class by name; first called before any is replaced."""
     return [(name, x) for name, x in inspect.getmembers(owner) if tl.core.is_builtin(x)]
 
 
@@ -122,15 +122,15 @@ def _languages(fn: Any) -> list[Any]:
 
 
 def _patch_once(fn: Any) -> Any:
-    """Replace the language that a function knows, unless the kernel that calls it has done so."""
-    within = tl.tensor.__dict__["T"] is not _PLAIN_T  # a kernel, which restores it
+    """Replace the language modules of a function, unless the kernel that calls it has done so."""
+    within = tl.tensor.__dict__["T"] is not _PLAIN_T  # in a kernel, which restores it
     if within and all(x.range is not _PLAIN[x] for x in _languages(fn)):
         return interpreter._LangPatchScope()  # noqa: SLF001 - nothing to restore
     return _patch_language(fn)
 
 
 def _call_function(function: Any, *given: Any, **options: Any) -> Any:
-    """Call a jitted function that a kernel calls."""
+    """Call a jitted function from a kernel."""
     if function.fn not in _called:
         _patch_once(function.fn)
         _called.add(function.fn)

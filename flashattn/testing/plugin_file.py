@@ -1,4 +1,4 @@
-"""What --impl names: a registered implementation, or a file that holds some.
+"""Resolve --impl: a registered implementation, or a file that holds some.
 
 The simplest file is one function::
 
@@ -7,8 +7,8 @@ The simplest file is one function::
         ...
         return o  # [B, H, T, D], or (o, lse)
 
-It is known by the file's name, here ``my_kernel``, and claims the whole contract but the logsumexp.
-To claim less, or more, a file registers what it has, with the flags of ``flashattn.claims``::
+It is known by the file's name, here ``my_kernel``, and makes the default claims of
+``flashattn.claims``. To claim less or more, a file registers its functions with flags::
 
     @flashattn.register("my_kernel", grad=False, dtypes=("float16", "bfloat16"))
     def fast(q, k, v, *, causal, scale): ...
@@ -26,19 +26,19 @@ from types import ModuleType
 
 from flashattn import registry
 
-DEFAULT = "attention"  # what a file that registers nothing calls its function
+DEFAULT = "attention"  # the function of a file that registers nothing
 
 
 def choose(option: str) -> list[str]:
-    """Return the names of the implementations that one --impl asks for.
+    """Return the names of the implementations that one --impl selects.
 
     Args:
-        option: a registered name; ``FILE.py``, which is all that the file registers or else its
-            function ``attention``; or ``FILE.py:NAME``, one that it registers or a function of it.
+        option: a registered name; ``FILE.py``, for all that the file registers or else its function
+            ``attention``; or ``FILE.py:NAME``, for one that it registers or a function of it.
 
     Raises:
-        ValueError: nobody has that name; the file is not there, cannot be loaded, has no such
-            implementation, or takes a name that is taken.
+        ValueError: the name is unknown; or the file does not exist, cannot be loaded, has no such
+            implementation, or registers a name that is taken.
     """
     found = re.fullmatch(r"(.+\.py)(?::(\w+))?", option)
     if found is None:
@@ -64,7 +64,7 @@ def choose(option: str) -> list[str]:
 
 
 def asked(impl: registry.Impl) -> str:
-    """Return the --impl that names ``impl`` alone."""
+    """Return the --impl option that selects ``impl`` alone."""
     if not impl.origin.endswith(".py"):
         return impl.name
     return impl.origin if impl.name == Path(impl.origin).stem else f"{impl.origin}:{impl.name}"
@@ -75,14 +75,14 @@ def _load(path: Path) -> tuple[ModuleType, tuple[str, ...]]:
     """Run the file as a module, and return it with the names that it registers.
 
     Raises:
-        ValueError: it raises something, which is said with its line.
+        ValueError: the file raises an error; the message has that error and its line.
     """
     name = "impl_of_" + re.sub(r"\W", "_", path.stem)  # not the stem, which could be torch
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(name=name, path=str(path))
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:  # so that it can import what lies beside it
+    if str(path.parent) not in sys.path:  # so that it can import files beside it
         sys.path.append(str(path.parent))
     before = registry.names()
     try:

@@ -1,7 +1,7 @@
 """Poison: NaN in memory that must not be read, and in outputs before they are written.
 
-It is also a canary: its bytes, all ones, are a NaN that no arithmetic on numbers makes, so a write
-that goes astray is seen, too.
+It is also a canary: its bits, all ones, are a NaN that no arithmetic on numbers produces, so stray
+writes are detected, too.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ BYTE = 0xFF
 
 
 def poisoned(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor of nothing but poison, of ``like``'s dtype and on its device."""
+    """Return a tensor filled with poison, of ``like``'s dtype and on its device."""
     bytes_ = torch.full((*shape, like.element_size()), BYTE, dtype=torch.uint8, device=like.device)
     return bytes_.view(like.dtype)[..., 0]
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of the memory that x lies in, all of it."""
+    """Return all bytes of x's storage."""
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
 def surrounded(x: torch.Tensor, *, copy: bool = True) -> torch.Tensor:
-    """Return a tensor that lies like x in a memory of its own, with ``MARGIN`` poison around it.
+    """Return a tensor with x's strides in its own memory, with ``MARGIN`` poison on both sides.
 
-    With ``copy`` it has x's values, and those in its gaps; without it is all poison.
+    With ``copy`` it has x's values, also in the gaps; without, it is filled with poison.
     """
     memory = x.untyped_storage().nbytes()
     margin = MARGIN * x.element_size()
@@ -47,7 +47,7 @@ def _is_poisonable(x: torch.Tensor) -> bool:
 
 @contextmanager
 def _empty_is_poisoned(made: list[torch.Tensor]) -> Iterator[None]:
-    """Surround what ``torch.empty`` and ``empty_like`` make with poison and fill it, too."""
+    """Let ``torch.empty`` and ``empty_like`` return poison that is surrounded by poison."""
 
     def poisonous(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(*args: object, **options: object) -> torch.Tensor:
@@ -66,10 +66,10 @@ def _empty_is_poisoned(made: list[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _allocator_fills(device: torch.device) -> Iterator[None]:
-    """Let PyTorch's own functions, in C++, find NaN in new memory, too."""
+    """Let memory that PyTorch allocates in C++ be filled with NaN, too."""
     before = torch.get_deterministic_debug_mode()
-    # On a GPU that would choose other kernels, and some have none to choose. By this name it does
-    # not import the compiler, which takes two seconds.
+    # On a GPU this would choose other kernels, and fail where there are none. Unlike
+    # use_deterministic_algorithms, it does not import the compiler, which takes two seconds.
     torch.set_deterministic_debug_mode("error" if device.type == "cpu" else before)
     try:
         yield
@@ -79,12 +79,12 @@ def _allocator_fills(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def guard(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Hand over inputs in poisoned surroundings, and new memory full of poison, and watch both.
+    """Yield the inputs surrounded by poison, fill new memory with poison, and check both after use.
 
-    What is read outside an input, or never written of an output, shows as NaN.
+    Reads outside an input, and elements of an output that are never written, show as NaN.
 
     Raises:
-        AssertionError: an input, its gaps or anything around an input or an output was written to.
+        AssertionError: an input, its gaps or memory around an input or an output was written to.
     """
     inputs = [surrounded(x) for x in tensors]
     before = [_bytes(x).clone() for x in inputs]

@@ -1,6 +1,6 @@
-"""Processes that share a process group and measure what they are asked for, one job at a time.
+"""The processes of a process group, which do one measuring job at a time.
 
-A process that dies ends the others, and the next job starts new ones.
+If a process dies, the others are ended, and the next job needs new ones.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from flashattn.testing import parallel_case
 
 
 class Ranks:
-    """The processes of one process group, ``world`` in all, on "cuda" one for each GPU."""
+    """The ``world`` processes of a process group, on "cuda" one for each GPU."""
 
     def __init__(self, world: int, device: str) -> None:
-        """Start them; they meet while the first job waits."""
+        """Start the processes; they connect while the first job waits."""
         self.world, self._folder = world, TemporaryDirectory()
         folder, spawn = Path(self._folder.name), get_context("spawn")
         self._links, self._processes = [], []
         for rank in range(world):
             ours, theirs = spawn.Pipe()
             given = rank, world, device, folder, theirs
-            (folder / parallel_case.SAID.format(rank)).touch()  # it may die before it says anything
+            (folder / parallel_case.SAID.format(rank)).touch()  # it may die before it writes
             process = spawn.Process(target=parallel_case.main, args=given, daemon=True)
             process.start()
-            theirs.close()  # or the end of the process would not show
+            theirs.close()  # else the end of the process would not be seen
             self._links.append(ours)
             self._processes.append(process)
 
     @property
     def alive(self) -> bool:
-        """Whether all of them run."""
+        """Return whether all processes are running."""
         return all(process.is_alive() for process in self._processes)
 
     def ask(self, seconds: float, **job: Any) -> Any:
-        """Let all of them do a job of ``parallel_case``, and return what the first one answers.
+        """Let all processes do a job of ``parallel_case``, and return the answer of the first.
 
-        ``seconds`` limit its time, that of their start included.
+        The job may take ``seconds``, including the start of the processes.
 
         Raises:
-            RuntimeError: a process died, or time is up; the message has the end of what it said.
-            torch.OutOfMemoryError: it died of that.
+            RuntimeError: a process died, or time is up; the message has the end of its output.
+            torch.OutOfMemoryError: a process ran out of memory.
         """
         for link in self._links:
-            with suppress(OSError):  # of a process that died, which is told below
+            with suppress(OSError):  # a process that died is reported below
                 link.send(job)
         told = wait([self._links[0], *(process.sentinel for process in self._processes)], seconds)
         if told == self._links[:1]:
@@ -69,7 +69,7 @@ class Ranks:
         raise error(f"a process of {self.world} {why}: {said}")
 
     def close(self) -> None:
-        """End them."""
+        """Kill the processes."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -79,17 +79,17 @@ class Ranks:
 
 
 def fork(world: int, work: Callable[[int], None], seconds: int) -> list[int]:
-    """Call ``work(rank)`` in processes that share what was imported; return their exit statuses.
+    """Call ``work(rank)`` in forked processes, which share all imports; return their exit statuses.
 
-    A process is ended by a signal after ``seconds``.
+    A signal ends a process after ``seconds``.
     """
-    gc.freeze()  # or each process would look through all that was imported, and copy it so
+    gc.freeze()  # else each process would traverse all imported objects, and so copy them
     children = []
     for rank in range(world):
         child = os.fork()
         if child == 0:
             signal.alarm(seconds)
             work(rank)
-            os._exit(0)  # gloo's threads sometimes abort a process that ends with its destructors
+            os._exit(0)  # gloo's threads sometimes abort a process that runs its destructors
         children.append(child)
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]

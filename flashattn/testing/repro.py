@@ -1,6 +1,6 @@
-"""Runs one sample again: ``python -m flashattn.testing.repro --impl my_kernel.py --problem ...``.
+"""Run one sample again: ``python -m flashattn.testing.repro --impl my_kernel.py --problem ...``.
 
-Tests that fail print such a line, for the smallest problem found on which the implementation fails.
+Failing tests print such a command, with the smallest problem found for which a kernel fails.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from flashattn.testing.values import VALUES
 
 
 def ask(impl: registry.Impl, sample: Sample) -> str | None:
-    """Return the failure of an implementation on a sample, None if there is none.
+    """Return the failure of an implementation on a sample, or None.
 
     Raises:
-        Exception: whatever the implementation itself raises.
+        Exception: any error that the implementation itself raises.
     """
     scale = check_scale(sample.scale, sample.problem.head_dim)
     if impl.compiles:
-        torch.compiler.reset()  # or it gives up compiling after some shapes
+        torch.compiler.reset()  # else it gives up compiling after some shapes
     try:
         assert_accurate(partial(impl, **sample.problem.keywords, scale=scale), sample)
     except InaccurateError as error:
@@ -49,7 +49,7 @@ def ask(impl: registry.Impl, sample: Sample) -> str | None:
 def smallest(impl: registry.Impl, sample: Sample) -> tuple[str, str] | None:
     """Return the failure on the smallest sample that fails, and the command that repeats it.
 
-    None if ``sample`` itself, as it stands, does not fail: then a test did more than run it.
+    None if ``sample`` itself does not fail: then a test did more than run it.
     """
 
     def fails(other: Sample) -> bool:
@@ -72,7 +72,7 @@ def line(impl: registry.Impl, sample: Sample) -> str:
     words += ["--problem", str(sample.problem)]
     usual = Sample(problem=sample.problem)
     words += [
-        f"--{name.replace('_', '-')}={getattr(sample, name)}"  # one word: a scale may be below 0
+        f"--{name.replace('_', '-')}={getattr(sample, name)}"  # one word: a scale may be negative
         for name in ("values", "layout", "grad_layout", "scale", "seed")
         if getattr(sample, name) != getattr(usual, name)
     ]
@@ -80,7 +80,7 @@ def line(impl: registry.Impl, sample: Sample) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print how the implementations asked for do; return 1 if one of them is wrong."""
+    """Run the sample on the chosen implementations; return 1 if one of them is wrong, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m flashattn.testing.repro", description="Run one sample again."
     )

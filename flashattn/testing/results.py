@@ -1,8 +1,8 @@
-"""Results: what an implementation gives for a sample and for changes of it, compared.
+"""Results of an implementation for a sample and for changes of it, and their comparison.
 
-A law says how a result changes when its sample does. Two results may differ by what both may be
-wrong: the sum of their budgets, on the largest and on the mean error (see ``accuracy``). The budget
-of a sum of n numbers is n times that of one.
+A law says how a result changes when its sample changes. Two results may differ by the sum of their
+budgets, for the max and for the mean error (see ``accuracy``). The budget of a sum of n numbers is
+n times that of one number.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ BUDGETS = ("max", "mean")
 
 @dataclass(frozen=True)
 class Result:
-    """What was asked, what came, and how wrong it may be."""
+    """A sample, its change, the outputs of the changed case, and how wrong they may be."""
 
-    sample: Sample  # what was asked ...
-    change: Change  # ... before it was changed
-    case: Case  # what was asked, drawn and changed
-    got: Outputs  # what came, of o, lse, dq, dk and dv
+    sample: Sample  # before the change
+    change: Change
+    case: Case  # the sample, drawn and changed
+    got: Outputs  # any of o, lse, dq, dk and dv
 
     @cached_property
     def expected(self) -> Expected:
-        """What it is held against."""
+        """Return what the outputs are compared with."""
         return Expected.of(self.case, self.change(self.sample.enlarged().draw()))
 
     def budget(self, name: str, times: float = 1.0) -> Budget:
@@ -46,9 +46,9 @@ class Result:
 
 
 def ask(impl: Impl, sample: Sample, change: Change = lambda case: case) -> Result:
-    """Return the result of ``impl``, run among poison, for a sample or for a change of it.
+    """Run ``impl``, guarded by poison, on a sample or on a change of it.
 
-    An example whose change the implementation cannot solve is rejected.
+    If the implementation cannot solve the changed case, the example is rejected.
     """
     case = change(sample.draw())
     grad = case.grad_o is not None
@@ -60,12 +60,12 @@ def ask(impl: Impl, sample: Sample, change: Change = lambda case: case) -> Resul
 
 
 def assert_within(name: str, errors: torch.Tensor, *budgets: Budget | Lazy) -> None:
-    """Hold the errors of an output to the sum of budgets.
+    """Check the errors of an output against the sum of budgets.
 
-    One that is a function is called where those before it are not enough.
+    A budget that is a function is called only if those before it are not enough.
 
     Raises:
-        AssertionError: which is larger, the largest or the mean.
+        AssertionError: the max or the mean error exceeds the sum; the message says which.
     """
     if errors.numel() == 0:
         return
@@ -83,17 +83,17 @@ def assert_within(name: str, errors: torch.Tensor, *budgets: Budget | Lazy) -> N
 
 
 def assert_same_bits(name: str, one: torch.Tensor, other: torch.Tensor) -> None:
-    """Hold two outputs to be equal, element by element (0 and -0 are).
+    """Check that two outputs are equal, element by element (0 and -0 are).
 
     Raises:
-        AssertionError: see ``unlike``.
+        AssertionError: they differ; for the message see ``unlike``.
     """
     said = unlike(name, one, other)
     assert said is None, said
 
 
 def unlike(name: str, one: torch.Tensor, other: torch.Tensor) -> str | None:
-    """Return how many elements of two outputs differ, and the first that does; None if none."""
+    """Return how many elements of two outputs differ, and the first that does, or None."""
     if one.shape != other.shape:
         return f"{name}: shape {list(one.shape)}, not {list(other.shape)}"
     different = (one != other).nonzero()
@@ -105,13 +105,13 @@ def unlike(name: str, one: torch.Tensor, other: torch.Tensor) -> str | None:
 
 
 def assert_agree(one: Result, other: Result, *, times: float = 1.0, **back: Back) -> None:
-    """Hold the result for a changed sample to that for the plain one, within the budgets of both.
+    """Check that the results for a sample and for a change of it agree within both budgets.
 
-    ``back`` has, by the name of an output, what takes the other result back to the first.
-    ``times`` is how many elements it adds up, or what it multiplies by.
+    ``back`` has, by the name of an output, the function that maps the other result back to the
+    first. ``times`` is the number of elements that this function adds up, or its factor.
 
     Raises:
-        AssertionError: which output differs, and by how much.
+        AssertionError: an output differs; the message says which, and by how much.
     """
     for name in (name for name in one.got if name in other.got):
         changed = back.get(name)
@@ -122,6 +122,6 @@ def assert_agree(one: Result, other: Result, *, times: float = 1.0, **back: Back
         agree = torch.where(finite, b.isfinite(), a == b).all(), errors.any()
         same, differs = torch.stack(agree).tolist()
         assert same, f"{name}: infinite or NaN in one result and not in the other"
-        if differs:  # a budget takes as long as both results
+        if differs:  # computing a budget takes as long as both results
             budgets = partial(one.budget, name), partial(other.budget, name, summed)
             assert_within(name, errors[finite], *budgets)

@@ -1,4 +1,4 @@
-"""What is asked of an implementation: a sample, the case drawn of it, and its run among poison."""
+"""Test inputs: a sample, the case drawn from it, and runs of an implementation on the case."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from flashattn.testing.values import ALIKE
 
 Call = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Outputs = dict[str, torch.Tensor]
-LEARNED = ("bias", "sink")  # of what scores are made with: has a gradient
+LEARNED = ("bias", "sink")  # inputs of scores that have gradients
 POOL = 4096
-POOL_SCORES = 1 << 22  # that further draws may have, at the most
+POOL_SCORES = 1 << 22  # at most so many scores in further draws
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What is drawn: a problem, and how its inputs are made."""
+    """A problem, and how its inputs are drawn."""
 
     problem: Problem  # shapes, mask and dtype
     seed: int = 0
@@ -35,12 +35,12 @@ class Sample:
     layout: str = "contiguous"  # a key of ``layouts.LAYOUTS``
     grad_layout: str = "contiguous"  # of the gradients of o and lse, a key of ``GRAD_LAYOUTS``
     scale: float | None = None  # factor on the scores; None is D ** -0.5
-    grad: bool = True  # whether the gradients are asked for, too
-    lse: bool = True  # whether the logsumexp (and, with ``grad``, its gradient) is
-    denormals: bool = True  # whether they must not be flushed; a GPU may
+    grad: bool = True  # whether gradients are computed, too
+    lse: bool = True  # whether the logsumexp is and, with ``grad``, its gradient
+    denormals: bool = True  # whether flushing them is an error; on a GPU it never is
 
     def draw(self) -> Case:
-        """Make the inputs and gradients."""
+        """Draw the inputs and gradients."""
         inputs = make_inputs(
             self.problem, seed=self.seed, device=self.device, values=self.values, layout=self.layout
         )
@@ -59,7 +59,7 @@ class Sample:
         )
 
     def enlarged(self) -> Sample:
-        """Return the same problem in larger batches, ``POOL`` elements in all."""
+        """Return the same problem with a larger batch, ``POOL`` elements in all."""
         p = self.problem
         rows, scores = min(p.seq_q, p.seq_kv), p.batch * p.heads * p.seq_q * p.seq_kv
         alike = self.values in ALIKE and rows > 0
@@ -72,7 +72,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A drawn sample: inputs, what scores are made with, gradients where they are asked for."""
+    """A drawn sample: inputs, the gradients of its outputs, and ``scored``: slopes, bias, sinks."""
 
     problem: Problem
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -84,7 +84,7 @@ class Case:
     denormals: bool = True
 
     def batches(self, first: int, step: int) -> Case:
-        """Return each ``step``-th batch: one of the sample's own, many of further draws."""
+        """Return every ``step``-th batch from ``first`` on."""
         own = slice(first, None, step)
         q, k, v = (x[own] for x in self.inputs)
         grads = self.grad_o, self.grad_lse
@@ -100,12 +100,12 @@ class Case:
 
     @property
     def bounds(self) -> Bounds | None:
-        """See ``bounds_of``."""
+        """Return the bounds of the problem, see ``bounds_of``."""
         return bounds_of(self.problem, self.inputs[0].device)
 
     @property
     def seen(self) -> torch.Tensor:
-        """Whether a query sees a key, bool [T, S]."""
+        """Return whether a query sees a key, bool [T, S]."""
         if (bounds := self.bounds) is not None:
             return bounds.seen[0]
         t, s = (torch.arange(x.shape[2], device=x.device) for x in self.inputs[:2])
@@ -121,9 +121,9 @@ def bounds_of(p: Problem, device: torch.device) -> Bounds | None:
 
 
 def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
-    """Return what ``call(q, k, v, **scored)`` gives: o, lse and gradients as the case asks.
+    """Run ``call(q, k, v, **scored)``; return o, and lse and gradients if the case wants them.
 
-    The call has its mask and scale bound. A ``dtype`` is what the inputs are cast to first.
+    Mask and scale are already bound to ``call``. With a ``dtype``, inputs are cast to it first.
     """
     q, k, v = (x.detach() if dtype is None else x.detach().to(dtype) for x in case.inputs)
     scored = {name: x.detach() for name, x in case.scored.items()}
@@ -150,7 +150,7 @@ def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:
 
 
 def run_reference(case: Case, dtype: torch.dtype | None = None) -> Outputs:
-    """Return the reference's outputs in ``dtype``: fp64 for exact, None for naive."""
+    """Return the reference's outputs in ``dtype``: fp64 for the exact ones, None for naive's."""
     p, bounds = case.problem, case.bounds
 
     def call(
@@ -164,7 +164,7 @@ def run_reference(case: Case, dtype: torch.dtype | None = None) -> Outputs:
 
 
 def run_checked(call: Call, case: Case) -> Outputs:
-    """Run, and check that what comes are such tensors as were promised (see ``form``)."""
+    """Run, and check the form of all results (see ``form``)."""
 
     def checked(
         *inputs: torch.Tensor, **scored: torch.Tensor
@@ -180,7 +180,7 @@ def run_checked(call: Call, case: Case) -> Outputs:
 
 
 def run_guarded(call: Call, case: Case) -> Outputs:
-    """Run among poison: see ``poison.guard``, which raises when memory outside is written to."""
+    """Run on inputs surrounded by poison; see ``poison.guard`` for the errors it raises."""
     grads = [x for x in (case.grad_o, case.grad_lse) if x is not None]
     with guard(*case.inputs, *case.scored.values(), *grads) as (q, k, v, *others):
         given = iter(others)

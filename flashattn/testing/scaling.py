@@ -1,8 +1,8 @@
-"""How long a pass takes on several GPUs, predicted from what one GPU and the links between do.
+"""Predict the time of a pass on several GPUs from the speeds of one GPU and of the links.
 
-The kernels keep the speed that they have on one GPU, a byte from another rank takes as long as in a
-large all-gather, and copies run at the memory's speed. What is exchanged beside kernels takes no
-time of its own until it takes longer than they do. The slowest rank counts.
+Kernels are as fast as on one GPU, a byte from another rank takes as long as in a large all-gather,
+and copies run at the memory's speed. An exchange that overlaps with kernels takes no time unless it
+takes longer than they do. The slowest rank counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flashattn.problem import DTYPES, Problem
 
 
 class Machine(NamedTuple):
-    """What is measured."""
+    """The measured speeds."""
 
     forward: float  # FLOP/s of the forward on one GPU
     backward: float  # FLOP/s of the backward on one GPU
@@ -35,7 +35,7 @@ def predict(
 ) -> float:
     """Return the seconds that ``flashattn.parallel.attention`` takes for a whole sequence.
 
-    With ``keep`` fetched keys are kept for the backward.
+    With ``keep``, fetched keys are kept for the backward.
     """
     task, wide = Task(problem.mask, problem.seq_q, problem.seq_kv, placement), problem.head_dim
 
@@ -50,7 +50,7 @@ def predict(
         if not forward:
             first = 0 if keep else own / 2
             return max(first, 0 if keep else fetched) + rest + max(own - first, given_back)
-        size_of_o = DTYPES[problem.dtype] * wide * problem.batch * problem.heads  # of a row
+        size_of_o = DTYPES[problem.dtype] * wide * problem.batch * problem.heads  # bytes per row
         merged = 3 * sum(size(part.rows) for part in ours.parts) * size_of_o if ours.own else 0
         return max(own, fetched) + rest + merged / machine.copy
 
@@ -60,7 +60,7 @@ def predict(
 
 
 def _kernels(problem: Problem, ours: Plan, rows: int, flops: float) -> tuple[float, float]:
-    """Return the seconds of the own part and of the others; flops are those of a pair, a second."""
+    """Return the seconds of the own part and of the others; ``flops`` is in pairs per second."""
 
     def pairs(mask: Mask | None, queries: int, keys: int) -> int:
         heads = problem.batch * problem.heads
@@ -71,7 +71,7 @@ def _kernels(problem: Problem, ours: Plan, rows: int, flops: float) -> tuple[flo
 
 
 def _exchanges(problem: Problem, ours: Plan, rank: int, machine: Machine) -> tuple[float, float]:
-    """Return the seconds of fetching and of giving back: packed, sent, and brought into order."""
+    """Return the seconds to fetch keys and to give gradients back, with packing and reordering."""
     wide = 2 * DTYPES[problem.dtype] * problem.head_dim * problem.batch * problem.kv_heads
     others = len(ours.arriving) - 1
     arriving, leaving = (sum(x) - x[rank] for x in (ours.arriving, ours.leaving))

@@ -1,4 +1,4 @@
-"""pytest plugin: one seed for all that is drawn, said at the end, given by --hypothesis-seed."""
+"""pytest plugin: one seed for all random draws, set by --hypothesis-seed, shown at the end."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 
 
 class Seed:
-    """What the run draws by."""
+    """The seed of this run."""
 
     value = 0
 
 
 def chance(*names: object) -> random.Random:
-    """Return a source of chance that the run's seed and the names decide."""
+    """Return a random generator that is seeded by the run's seed and the names."""
     return random.Random(f"{Seed.value} {names}")  # noqa: S311 - no secret
 
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Draw the same in every run, as peers do: or one would fail in one run and not in the next."""
+    """Draw the same in every run, as for peers: else one might fail in one run and not the next."""
     before, Seed.value = Seed.value, 0
     try:
         yield
@@ -32,10 +32,10 @@ def alike() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw a seed unless one is given; workers are given theirs.
+    """Draw a seed unless one is given; xdist workers receive that of the controller.
 
-    With ``--impl`` Hypothesis gets it, too, so that the author of a kernel can repeat all that was
-    drawn; it then forgets the examples that failed in earlier runs.
+    With ``--impl`` Hypothesis uses this seed as well, so that the author of a kernel can repeat all
+    draws. It then does not replay the examples that failed in earlier runs.
     """
     option = config.option
     if getattr(option, "hypothesis_seed", None) is None:

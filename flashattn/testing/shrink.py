@@ -1,4 +1,4 @@
-"""Lets Hypothesis make a sample smaller for as long as an implementation still fails on it."""
+"""Shrink a sample with Hypothesis while an implementation still fails on it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from flashattn.testing.strategies import MASKS, fitted
 T = TypeVar("T")
 
 TRIES = 100  # each may compile a kernel
-SECONDS = 20.0  # interpreted kernels are slow; what is found by then is small enough
-OWN = 50  # to 1: how often a drawn fact is the sample's own
+SECONDS = 20.0  # interpreted kernels are slow; the sample found by then is small enough
+OWN = 50  # odds, to 1, that a drawn fact is the sample's own
 
 
 def shrink(sample: Sample, fails: Callable[[Sample], bool]) -> Sample:
-    """Return the smallest sample found on which ``fails`` holds, ``sample`` itself at worst."""
+    """Return the smallest sample found for which ``fails`` holds, at worst ``sample`` itself."""
     end = time.perf_counter() + SECONDS
     known = {sample: True}
 
@@ -32,7 +32,7 @@ def shrink(sample: Sample, fails: Callable[[Sample], bool]) -> Sample:
         return known[other]
 
     settings = hypothesis.settings(
-        max_examples=100,  # until one is ``sample``, where shrinking begins; most are
+        max_examples=100,  # most of which are ``sample``: there shrinking begins
         derandomize=True,
         database=None,
         deadline=None,
@@ -43,7 +43,7 @@ def shrink(sample: Sample, fails: Callable[[Sample], bool]) -> Sample:
 
 @st.composite
 def _up_to(draw: st.DrawFn, sample: Sample) -> Sample:
-    """Draw a sample that is no larger and no less plain in any fact, most often the same."""
+    """Draw a sample with no fact larger or less plain than in ``sample``, most often the same."""
 
     def one(facts: Sequence[T]) -> T:
         """Draw one of some facts, the plainest first and the sample's own last."""

@@ -1,4 +1,4 @@
-"""What a call must leave as it found it: torch's switches, generators and modes, and its inputs."""
+"""Check that a call leaves unchanged: torch's switches, generators and modes, and its inputs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ KINDS = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Switch:
-    """One part of the state of a process."""
+    """One part of the process state."""
 
-    name: str  # what a failure calls it
+    name: str  # its name in a failure
     get: Callable[[], Any]
-    put: Callable[[Any], object] | None = None  # None where it cannot be set
-    values: tuple[Any, ...] = ()  # that are tried; nothing that is promised may depend on them
+    put: Callable[[Any], object] | None = None  # None if it cannot be set
+    values: tuple[Any, ...] = ()  # values to try; nothing that is promised may depend on them
 
 
 def _attribute(holder: Any, name: str, values: tuple[object, ...] = ()) -> Switch:
@@ -36,7 +36,7 @@ def _attribute(holder: Any, name: str, values: tuple[object, ...] = ()) -> Switc
 
 
 def _pair(name: str, *values: object) -> Switch:
-    """Return the switch of which torch has a getter and a setter."""
+    """Return the switch for a setting that torch has a getter and a setter for."""
     return Switch(
         f"the {name}", getattr(torch, f"get_{name}"), getattr(torch, f"set_{name}"), values
     )
@@ -53,7 +53,7 @@ def _sdp(name: str) -> Switch:
 
 
 def _functions() -> dict[str, int]:
-    """Return who answers to each name of torch's functions."""
+    """Return the identity of each of torch's functions, by name."""
     return {
         f"{module.__name__}.{name}": id(x)
         for module in MODULES
@@ -85,7 +85,7 @@ def _numpy_generator() -> object:
 
 
 def switches(device: torch.device) -> list[Switch]:
-    """Return what is watched on a device."""
+    """Return the switches that are watched on a device."""
     matmul = torch.backends.cuda.matmul
     found = [
         Switch(
@@ -136,15 +136,15 @@ def switches(device: torch.device) -> list[Switch]:
 
 
 class TraceError(AssertionError):
-    """What a call left behind."""
+    """A call left a trace: something has changed."""
 
 
 @contextmanager
 def unchanged(device: torch.device, inputs: Sequence[torch.Tensor], turn: int) -> Iterator[None]:
-    """Watch a call on leaf tensors with every switch at the value of a turn, and put all back.
+    """Watch a call on leaf tensors, with every switch at its value of a turn; restore all after it.
 
     Raises:
-        TraceError: what is another afterwards.
+        TraceError: the call changed a switch or an input; the message says which.
     """
     watched = switches(device)
     kept = [(switch, switch.get()) for switch in watched]
@@ -180,7 +180,7 @@ def _told(was: object, now: object) -> str:
 
 
 def _facts(x: torch.Tensor) -> dict[str, object]:
-    """Return what a call may not change of an input; its values are watched elsewhere."""
+    """Return what a call must not change of an input; its values are checked elsewhere."""
     return {
         "shape": x.shape,
         "strides": x.stride(),

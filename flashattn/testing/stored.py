@@ -1,71 +1,71 @@
-"""What recomputation costs the gradients of a fused backward: ``stored`` of the error budgets.
+"""The error that recomputation adds in a fused backward: ``stored`` of the error budgets.
 
-A fused backward has no P: it finds P = exp(S - lse) and dS = P * (dP - delta),
-delta = rowsum(dO * O) - dlse, from the O and lse that forward stored. A rounding moves a number by
-eps, which is 3.5 standard deviations (one is eps / sqrt(12)), and independent ones add up as the
-root of their squares' sum. Four separate S from lse, which counts where they nearly cancel: m + log
-l, that sum made natural, made base 2 again, and S * scale; so a row of P changes by the factor 1 +
-a, a = 2 * eps32 * |lse|.
+A fused backward has no P. It recomputes P = exp(S - lse) and dS = P * (dP - delta), with
+delta = rowsum(dO * O) - dlse, from the O and lse that the forward stored. A rounding is taken to
+change a number by eps, which is 3.5 standard deviations (one is eps / sqrt(12)), and independent
+roundings add up as the root of the sum of their squares. Four roundings lie between S and lse, and
+matter where the two nearly cancel: m + log l, its conversion to base e, the conversion back to
+base 2, and S * scale. So a row of P changes by the factor 1 + a, a = 2 * eps32 * |lse|.
 
-Two sums of the same D terms x in other orders differ. In each every product is rounded once, and so
-is the running sum at each of D steps. What a sum comes to, s, is known. On the way there the
-running sum's square is s^2 / 3 + |x|^2 / 6 on average, as that of a Brownian bridge: where all
-terms have one sign, it is nearly all of the first. So they differ by::
+Two sums of the same D terms x in different orders differ. In each sum, every product is rounded
+once, and the running sum is rounded at each of D steps. The final sum, s, is known. Until then the
+square of the running sum is s^2 / 3 + |x|^2 / 6 on average, as that of a Brownian bridge; where all
+terms have the same sign, the first part is nearly all of it. So the sums differ by::
 
     two(s, x) = root(2 * ((1 + D / 6) * |x| ** 2 + D / 3 * s ** 2)) * eps32
 
-Rounding O, and adding up dP and delta in fp32, changes a row's dP - delta by
-b = eps * |x| + two(sum of dO * O, x), x = (dO * O, dlse). Both a and b are one number a row, so
-they are carried exactly along a row, and as independent between rows::
+Rounding O, and summing dP and delta in fp32, changes dP - delta in a row by
+b = eps * |x| + two(sum of dO * O, x), x = (dO * O, dlse). Both a and b are one number per row, so
+they propagate exactly within a row, and as independent errors between rows::
 
     stored(dq) = a * |dq| + scale * b * |P @ K|
     stored(dk) = scale * root of ((P * (a * |dP - delta| + b)) ** 2).T @ (Q ** 2)
     stored(dv) = root of ((P * a) ** 2).T @ (dO ** 2)
 
-These matter where naive is exact: with one key, its P is 1 and its dS 0.
+These terms matter where naive is exact: with one key, its P is 1 and its dS is 0.
 
-The backward sums S in another order than forward, whose S lse has, and a score is as wrong as such
-sums: P changes by the factor 1 + c, c = two(S, scale * q * k), another number for each score.
+The backward sums S in a different order from the forward, whose S went into lse. The scores differ
+as two such sums do: P changes by the factor 1 + c, c = two(S, scale * q * k), one c per score.
 
-Scores are carried as independent: dk and dv have a^2 + c^2 in place of a^2, and dq has one term
-more::
+The errors of scores propagate as independent: dk and dv have a^2 + c^2 in place of a^2, and dq has
+one more term::
 
     scale * root of (P * c * (dP - delta)) ** 2 @ (K ** 2)
 
 Tensor cores do not round a sum, they truncate it (Fasi et al., 2021, "Numerical behavior of NVIDIA
-tensor cores"), so what is lost has one sign and adds up. An fp32 product of length D is made of
-three TF32 products of D / 8 steps each, or of six bf16 products of D / 16; a step loses half an
-eps32 of the running sum on average, and the running sum grows as the root of the steps, to 2 / 3 of
-the whole on average: on a GPU b grows by 3 * D / 8 * 1 / 2 * 2 / 3 = D / 8 times eps32. Of a
-score only the last of the three products is of full size: t = D / 24 * eps32 * |S| is lost
-(measured in docs/tuning-log.md), and c^2 grows by t^2.
+tensor cores"), so the errors have the same sign and add up. An fp32 product of length D consists of
+three TF32 products of D / 8 steps each, or of six bf16 products of D / 16 steps each. A step loses
+half an eps32 of the running sum on average. The running sum grows as the root of the number of
+steps, so it averages 2 / 3 of the final sum. So on a GPU b grows by 3 * D / 8 * 1 / 2 * 2 / 3 =
+D / 8 times eps32. In a score only the last of the three products has full size, so
+t = D / 24 * eps32 * |S| is lost (measured in docs/tuning-log.md), and c^2 grows by t^2.
 
-With a softcap dS has the score's slope as a further factor, in all of these; so have c and t. Where
-tanh is flat the error of the product is lost, and naive has next to none; what is left is that a
-score is rounded once more, in base 2::
+With a softcap, dS has the slope of the capped score as a further factor in all of these terms, and
+so do c and t. Where tanh is flat, the error of the product vanishes, and naive has almost none.
+What remains is one more rounding of the score, in base 2::
 
     stored(o) = root of (P * eps32 * |S|) ** 2 @ (V ** 2)
 
-The slope there is a small difference, 1 - (S / cap) ** 2, and three roundings separate S / cap from
-tanh: its own, and those of the product and the quotient with the cap. So the slope is off by
-2 * (1 - slope) * root(3) * eps32, and dS by that times P * (dP - delta).
+The slope there is a small difference, 1 - (S / cap) ** 2, and three roundings lie between S / cap
+and tanh: that of tanh, and those of the product and the quotient with the cap. So the slope is off
+by 2 * (1 - slope) * root(3) * eps32, and dS by that times P * (dP - delta).
 
-What ALiBi and a bias add is rounded, and so are the scores before and behind it, in base 2: P
-changes by the factor 1 + eps32 * |(S, the terms)|, which o and c have besides. The gradient of a
-bias is dS, summed over the scores that share an element; that of a sink is the sum over a head's
-queries of -p * delta, p = exp(sink - lse)::
+The terms that ALiBi and a bias add are rounded, and so are the scores before and after, in base 2:
+P changes by the factor 1 + eps32 * |(S, the terms)|, which is added to o and c. The gradient of a
+bias is dS, summed over the scores that share an element. The gradient of a sink is the sum of
+-p * delta over the queries of a head, p = exp(sink - lse)::
 
     stored(dbias) = root of sum (P * (a * |dP - delta| + b)) ** 2 + 4 * sum of P * c * |dP - delta|
     stored(dsink) = root of sum (p * (a * |delta| + b)) ** 2
 
-The scores that share an element may all be alike, so their c are added up as they are; they are
-four times as large where the terms of a score are equal, and so are rounded alike. Where the keys
-of a row share one, it has a * |sum dS| + b * sum P, as a and b are carried along the row. And where
-rows do, whose lse may be alike, a is carried from row to row: the largest a * |dbias| is added, and
-a * |dsink|.
+The scores that share an element may all be equal, so their c are added linearly. They are four
+times as large where the terms of a score are equal, and so are rounded alike. If the keys of a row
+share an element, its error is a * |sum dS| + b * sum P, as a and b propagate within the row. If
+rows share an element, their lse may be equal, and a propagates from row to row: the largest a times
+|dbias| is added, and times |dsink|.
 
-Both are sums over as many batches as a sample has; of larger batches naive's error is as the root
-of the ratio larger, and divided by it.
+Both gradients are sums over the batches of a sample. In a larger batch naive's error grows as the
+root of the ratio of the batch sizes, so it is divided by that root.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ from flashattn import score
 from flashattn.score import Terms
 from flashattn.testing.sample import Case, Outputs
 
-TF32_STEP = 8  # terms that a tensor core adds at once
-EQUAL_TERMS = 4  # how much more wrong a sum of them may be
+TF32_STEP = 8  # terms that a tensor core adds in one step
+EQUAL_TERMS = 4  # a sum of equal terms may be off by that factor more
 
 
 def stored_terms(case: Case, exact: Outputs) -> Outputs:
-    """Return what rounding stored numbers does to o, dq, dk and dv (see the module)."""
+    """Return the errors that rounding stored numbers causes in o and gradients (see the module)."""
     softcap, dtype = case.problem.softcap, case.problem.torch_dtype
     rounded_again = softcap is not None or case.problem.added
     if case.grad_o is None and not rounded_again:
@@ -107,7 +107,7 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
         return found
     do = case.grad_o.double()
     a = lse.abs().nan_to_num(posinf=0.0)[..., None] * 2 * accumulated.eps
-    terms = do * exact["o"]  # of delta
+    terms = do * exact["o"]  # their sum is delta + dlse
     added, dlse = terms.sum(-1, keepdim=True), case.grad_lse
     dlse = torch.zeros_like(added) if dlse is None else dlse.double()[..., None]
     delta, size = added - dlse, torch.hypot(terms.norm(dim=-1, keepdim=True), dlse)
@@ -117,10 +117,10 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
     c = of_two_sums(uncapped, case.scale**2 * (q.square() @ k.square().mT), q.shape[-1])
     c += (truncated / 3 * uncapped).square()
     off = slope.square() * c + (sizes if case.problem.added else 0)
-    off *= accumulated.eps**2  # of each score, the square
+    off *= accumulated.eps**2  # the square of each score's error
     dp = (do @ v.mT - delta).abs()
     of_slope = 2 * (1 - slope) * 3**0.5 * accumulated.eps
-    of_scores = (p * dp).square() * (slope.square() * off + of_slope.square())  # of each dS
+    of_scores = (p * dp).square() * (slope.square() * off + of_slope.square())  # squared, of dS
     dk = ((slope * p * (a * dp + b)).square() + of_scores).mT @ q.square() * case.scale**2
     dv = (p.square() * (a.square() + off)).mT @ do.square()
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) if group else x for x in (dk, dv))
@@ -138,27 +138,27 @@ def stored_terms(case: Case, exact: Outputs) -> Outputs:
 
 
 def of_two_sums(sums: torch.Tensor, squares: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the square of how many eps sums of ``length`` terms differ by.
+    """Return the squared difference, in eps, of two sums of the same ``length`` terms.
 
-    The terms' squares add up to ``squares``.
+    The sums come to ``sums``, and the squares of the terms to ``squares``.
     """
     return 2 * ((1 + length / 6) * squares + length / 3 * sums.square())
 
 
 def _softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return P, with 0 in rows that see no key, and lse."""
+    """Return P, with 0 in fully masked rows, and lse."""
     lse = scores.logsumexp(-1)
     lse = lse if sink is None else torch.logaddexp(lse, sink.double()[..., None])
     return (scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp(), lse
 
 
 def _sink_shares(sink: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Return the shares of sinks in rows of the softmax, [B, H, T]."""
+    """Return the weights of the sinks in the softmax of each row, [B, H, T]."""
     return (sink.double()[..., None] - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
 
 
 def _with_terms(case: Case, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores with what is added to them, and what that is in all."""
+    """Return the scores with all added terms, and the sum of these terms."""
     q, k, _ = case.inputs
     terms = Terms.of(q, k, case.scored.get("alibi_slopes"), case.scored.get("bias"))
     whole = slice(0, q.shape[2]), slice(0, k.shape[2])
@@ -174,7 +174,7 @@ def _of_bias(
     b: torch.Tensor,
     off: torch.Tensor,
 ) -> torch.Tensor:
-    """Return what rounding stored numbers does to dbias.
+    """Return the error that rounding stored numbers causes in dbias.
 
     P, ``dp`` (dP - delta) and ``off`` (c) are [B, H, T, S], a and b are [B, H, T, 1].
     """
@@ -183,7 +183,7 @@ def _of_bias(
     carried = p * (a * dp.abs() + b)
     if bias.shape[-1] == 1 and k.shape[2] > 0:  # the keys of a row share an element
         of_row = a * (p * dp).sum(-1, keepdim=True).abs() + b * p.sum(-1, keepdim=True)
-        carried = of_row / k.shape[2] ** 0.5  # whose squares add up to the row's
+        carried = of_row / k.shape[2] ** 0.5  # the squares sum to that of the row
     squares, alike = (torch.zeros(bias.shape, dtype=p.dtype, device=p.device) for _ in range(2))
     whole, terms = (slice(0, q.shape[2]), slice(0, k.shape[2])), Terms.of(q, k, bias=bias)
     terms.add_gradient(squares, carried.square().expand_as(p), *whole)

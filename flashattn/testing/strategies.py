@@ -1,4 +1,4 @@
-"""Hypothesis strategies: problems, values, layouts, scales and samples as a vocabulary."""
+"""Hypothesis strategies for problems, lengths, masks and samples."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ from flashattn.testing.values import VALUES
 
 WHOLE_HEAD_DIMS = st.sampled_from((16, 32, 64, 128))
 HEAD_DIMS = WHOLE_HEAD_DIMS | st.integers(1, 72)
-EDGES = (31, 32, 33, 63, 64, 65)  # of tiles: one row short, whole, one row into the next
-# None is the usual one; scores of normal values are about 1, so that 0.7 caps, and 50 hardly.
+EDGES = (31, 32, 33, 63, 64, 65)  # of tiles: one row short, a whole tile, one row into the next
+# None is the usual one. Scores of normal values are about 1, so 0.7 caps them, and 50 hardly does.
 SOFTCAPS = (None, None, None, 0.7, 50.0)
-# None most often; of each score, of all batches, of rows or columns, of all, of distances.
+# Mostly none; else per score, shared by batches, per column or row, one number, or relative.
 BIASES = ("",) * 8 + ("bhts", "1hts", "b11s", "bh1s", "1ht1", "11ts", "1111", "1hr", "bhr")
 MASKS: tuple[Causal, ...] = (False, "top_left", "bottom_right")
-SIDES = ((True, True), (True, False), (False, True))  # that a window bounds
+SIDES = ((True, True), (True, False), (False, True))  # whether a window bounds left and right
 SCALES = (None, 0.3, 0.0, -0.2)  # the default, an ordinary one, zero, a negative one
-KINDS = 3  # of problems in a run on a GPU, where each further one is seconds of compiling
-UNITS = (1, 8, 16)  # of a kind's lengths, see ``lengths_of``
+KINDS = 3  # kinds of problems in a run on a GPU, where each one takes seconds to compile
+UNITS = (1, 8, 16)  # units of lengths, see ``lengths_of``
 
 
 @lru_cache(None, typed=True)  # 1 is not True
 def one_of(*options: Any) -> st.SearchStrategy[Any]:
-    """Draw one of some options; made once, as Hypothesis examines each new strategy."""
+    """Draw one of some options; cached, as Hypothesis examines each new strategy."""
     return st.sampled_from(options)
 
 
 @cache
 def lengths(shortest: int, longest: int) -> st.SearchStrategy[int]:
-    """Draw how many queries or keys: any number, and every other time one at the edge of a tile."""
+    """Draw a number of queries or keys: any number or, half the time, one at the edge of a tile."""
     edges = [n for n in (*EDGES, longest) if shortest <= n <= longest]
     return st.integers(shortest, longest) | st.sampled_from(edges)
 
 
 @cache
 def lengths_of(unit: int, shortest: int, longest: int) -> st.SearchStrategy[int]:
-    """Draw a length of a unit, for which Triton compiles one kernel, as ``lengths`` does.
+    """Draw a length as ``lengths`` does, of one unit, for which Triton compiles one kernel.
 
-    A unit is the largest divisor of 16 that divides a length; 1 has kernels of its own.
+    The unit is the largest divisor of 16 that divides the length. A length of 1 is not drawn, as it
+    has kernels of its own.
     """
     own = [n for n in range(max(shortest, 2), longest + 1) if math.gcd(n, 16) == unit]
     edges = [n for n in (*EDGES, longest) if n in own]
@@ -58,7 +59,7 @@ def lengths_of(unit: int, shortest: int, longest: int) -> st.SearchStrategy[int]
 
 @cache
 def windows(longest: int, bounded: tuple[bool, ...] = ()) -> st.SearchStrategy[Window]:
-    """Draw how far a query sees on either side: any number, an edge of a tile, all or no bound."""
+    """Draw a window's bound on each side: any number, a tile's edge, past all keys, or none."""
     bound = st.integers(0, longest) | st.sampled_from((0, *EDGES, 2 * longest))
     if bounded:
         left, right = (bound if x else st.none() for x in bounded)
@@ -67,10 +68,10 @@ def windows(longest: int, bounded: tuple[bool, ...] = ()) -> st.SearchStrategy[W
 
 
 def chooser(draw: st.DrawFn, kind: int | None) -> Callable[[str, tuple[Any, ...]], Any]:
-    """Return what chooses one of some options that kernels are compiled for.
+    """Return a function that chooses among options that have their own compiled kernels.
 
-    Without a kind each example draws its own. With one of ``KINDS`` the run's seed decides: tests
-    that have the same options share what was compiled.
+    Without a kind each example draws its own. With one of ``KINDS`` the run's seed decides, so that
+    tests with the same options share compiled kernels.
     """
 
     def choose(name: str, options: tuple[Any, ...]) -> Any:
@@ -85,9 +86,9 @@ def chooser(draw: st.DrawFn, kind: int | None) -> Callable[[str, tuple[Any, ...]
 
 @st.composite
 def documents(draw: st.DrawFn, seq_q: int, seq_kv: int, longest: int) -> Lengths:
-    """Draw packed documents: empty ones, of one row, of whole tiles, and rows behind the last.
+    """Draw packed documents: empty, of one row, of whole tiles, with rows after the last one.
 
-    Half of them have as many keys as queries, as far as there are rows.
+    Half the time all have as many keys as queries, as far as there are rows.
     """
     square = draw(st.booleans(), label="square documents")
     rows = lengths(0, longest)
@@ -99,7 +100,7 @@ def documents(draw: st.DrawFn, seq_q: int, seq_kv: int, longest: int) -> Lengths
 
 
 def fitted(drawn: Iterable[tuple[int, int]], seq_q: int, seq_kv: int) -> Lengths:
-    """Return documents, the later ones cut where there are no rows left."""
+    """Return documents, shortened where no rows are left."""
     found = []
     for t, s in drawn:
         found.append((min(t, seq_q), min(s, seq_kv)))
@@ -118,13 +119,13 @@ def problems(
     masks: tuple[Causal, ...] = MASKS,
     windowed: tuple[bool, ...] = (False, False, True),
     packed: tuple[bool, ...] = (False,),  # whether there are documents
-    prefixed: tuple[bool, ...] = (False,),  # a prefix is in place of all else but a left bound
+    prefixed: tuple[bool, ...] = (False,),  # whether a prefix replaces all masks but a left bound
     softcaps: tuple[float | None, ...] = SOFTCAPS,
-    sloped: tuple[bool, ...] = (False,),  # whether there is ALiBi, which documents exclude
+    sloped: tuple[bool, ...] = (False,),  # whether there is ALiBi, which excludes documents
     biases: tuple[str, ...] = ("",),  # dimensions of a bias
     sunk: tuple[bool, ...] = (False,),  # whether there are sinks
     square: bool = False,  # as many keys as queries
-    aligned: bool = False,  # sizes are multiples of 16: no matrix begins off a cache line
+    aligned: bool = False,  # multiples of 16: every matrix starts on a cache line
     head_dims: tuple[int, ...] = (),  # none means any, up to 128
     narrowed: tuple[bool, ...] = (False,),  # whether values have fewer columns than keys
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16"),
@@ -132,8 +133,8 @@ def problems(
 ) -> Problem:
     """Draw problems with empty, single, ragged and whole tiles, grouped heads and every mask.
 
-    A tuple is what is chosen from. A kind below ``KINDS`` decides over masks, scores and dtypes;
-    without one each is drawn.
+    A tuple has the options to choose from. A kind below ``KINDS`` determines masks, scores and
+    dtypes; without one each is drawn.
     """
     choose = chooser(draw, kind)
     kv_heads = choose("kv_heads", (1, 2))
@@ -193,12 +194,12 @@ def samples(
 
     ``asked`` are arguments of ``problems``, ``fixed`` attributes of ``Sample`` that are not drawn.
     Unless ``strict``, values, layouts and scale are the ordinary ones. A kind is chosen from
-    ``kinds``; without any each sample draws its own.
+    ``kinds``; without any, each sample draws its own options.
     """
     kind = draw(one_of(*kinds), label="kind") if kinds else None
     choose = chooser(draw, kind)
     seed = draw(st.integers(0, 2**31), label="seed")
-    if kind is not None:  # its last bits say how biases and slopes lie (see ``make_scored``)
+    if kind is not None:  # its last bits select forms of biases and slopes (see ``make_scored``)
         seed = seed - seed % 4 + choose("seed", (0, 1, 2, 3))
     drawn: dict[str, Any] = {"seed": seed}
     if strict:
@@ -210,7 +211,7 @@ def samples(
         }
     problem = draw(problems(**asked, kind=kind).filter(solves), label="problem")
     if drawn.get("values") == "huge_v" and problem.dtype == "float16" and _sums_rows(problem):
-        drawn["values"] = "normal"  # or a gradient of a bias or sink would leave fp16
+        drawn["values"] = "normal"  # else a gradient of a bias or sink would overflow fp16
     return Sample(problem=problem, device=device, **drawn | fixed)
 
 

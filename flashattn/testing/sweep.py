@@ -13,13 +13,13 @@ import torch
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SWEEPS = ("smoke", "default", "full")
 UNEQUAL = (64, 500, 3000, 1200, 2500, 900, 1800, 300, 2600, 1120, 2400)  # documents, 16384 tokens
-IN_ANY_ORDER = "_any_order"  # how the name of a benchmark ends whose sums have no order
+IN_ANY_ORDER = "_any_order"  # suffix of benchmarks whose sums have no fixed order
 COLLECTED = pytest.StashKey[set[str]]()  # names of all cases of this session
 
 
 @dataclass(frozen=True)
 class Point:
-    """One point: its coordinates are its attributes, its name is read as a test's id."""
+    """A point of a grid: its coordinates are attributes, and its string is a test id."""
 
     facts: tuple[tuple[str, Any], ...]  # coordinate by axis, in the order of the axes
 
@@ -31,7 +31,7 @@ class Point:
         raise AttributeError(axis)
 
     def __str__(self) -> str:
-        """Return the words for each coordinate; a fact that does not hold is not said."""
+        """Return the words for each coordinate; one that is False has none."""
         return "-".join(word for name, value in self.facts if (word := _word(name, value)))
 
     def replace(self, **changed: Any) -> Point:
@@ -55,7 +55,7 @@ def _part(text: str) -> tuple[int, int]:
     """Return I and N of ``"I/N"``.
 
     Raises:
-        argparse.ArgumentTypeError: it is not that, or I is not one of 1 ... N.
+        argparse.ArgumentTypeError: the text has another form, or I is not one of 1 ... N.
     """
     index, slash, parts = text.partition("/")
     if not (slash and index.isdecimal() and parts.isdecimal() and 1 <= int(index) <= int(parts)):
@@ -65,7 +65,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare what is swept."""
+    """Declare the options that select what is measured."""
     parser.addoption(
         "--part",
         type=_part,
@@ -80,12 +80,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def sweep_name(config: pytest.Config) -> str:
-    """Return the sweep that was asked for, or the one that suits the machine."""
+    """Return the requested sweep, or the default of this machine."""
     return config.getoption("--sweep") or ("smoke" if DEVICE.type == "cpu" else "default")
 
 
 def part_suffix(config: pytest.Config) -> str:
-    """Return what tells the files of a part from those of others."""
+    """Return the suffix for the files of a part."""
     part = config.getoption("--part")
     return "-part{}of{}".format(*part) if part else ""
 
@@ -107,9 +107,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _for_impls(swept: list[Any], config: pytest.Config) -> list[Any]:
-    """With --impl, put those asked for in the place of a sweep's own implementations.
+    """With --impl, replace the implementations of a sweep by the chosen ones.
 
-    Somebody's own stands beside them, as everywhere that benchmarks compare.
+    If all of these are a user's own, those of the sweep stay for comparison.
     """
     chosen = config.getoption("--impl")
     if not chosen or not all(hasattr(case, "impl") for case in swept):
@@ -119,7 +119,7 @@ def _for_impls(swept: list[Any], config: pytest.Config) -> list[Any]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put implementations of one case side by side: a clock that drifts hits them alike."""
+    """Put implementations of one case side by side, so that a clock drift hits them alike."""
     config.stash[COLLECTED] = {item.nodeid for item in items}
     ours = [item for item in items if _is_bench(item) and hasattr(item, "callspec")]
     place: dict[tuple[str, ...], int] = {}
@@ -140,7 +140,7 @@ def _is_bench(item: pytest.Item) -> bool:
 
 
 def group(item: pytest.Item) -> tuple[str, ...]:
-    """Return what the items have in common that are measured side by side."""
+    """Return the key that items measured side by side have in common."""
     params = item.callspec.params  # type: ignore[attr-defined]
     case = params.get("case", params.get("problem", ""))
     facts = getattr(case, "facts", ())

@@ -1,4 +1,4 @@
-"""Training as benchmarks ask for it: a Trainer by names, its costs, and its steps as callables."""
+"""Training cases of the benchmarks: a Trainer by names, its costs, and its steps as callables."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from flashattn.testing.sample import bounds_of
 from flashattn.testing.sweep import DEVICE, UNEQUAL
 from flashattn.training import Trainer
 
-# What attention keeps, where that is not what flash does. Autocast widens a softmax on CUDA only.
+# What attention saves (see ``Costs``), if not "flash". Autocast widens a softmax on CUDA only.
 HOLDS = {
     "cuda": {"naive": "naive_autocast", "sdpa_math": "naive"},
     "cpu": {"naive": "naive", "sdpa_math": "naive"},
 }
-PASSED_ON = ("context", "batch", "precision", "checkpoint")  # of costs, to Trainer
-MODELS: dict[tuple[Any, ...], Trained] = {}  # one at most: the last case's
+PASSED_ON = ("context", "batch", "precision", "checkpoint")  # fields of Costs that Trainer takes
+MODELS: dict[tuple[Any, ...], Trained] = {}  # at most one, that of the last case
 
 
 def attend(name: str, bounds: Bounds | None = None) -> Attention:
     """Return the causal attention of a registered implementation, as a model takes it.
 
-    Bounds are the mask, if it is another. They are made once: under autocast, a call with
-    ``documents`` makes them anew.
+    With ``bounds``, they are the mask instead. They are made once here, while under autocast each
+    call with ``documents`` makes them again.
     """
     impl = registry.get(name)
     mask: dict[str, Any] = {"causal": "top_left"}
@@ -53,7 +53,7 @@ def attend(name: str, bounds: Bounds | None = None) -> Attention:
 
 
 class Trained:
-    """A model in training; ``asked`` are arguments of ``costs``, the others of ``Trainer``."""
+    """A model in training; ``asked`` are arguments of ``costs``, the rest of ``Trainer``."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class Trained:
         phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
         **asked: Any,
     ) -> None:
-        """Make it; this is where a model that is too large runs out of memory."""
+        """Create the model; one that is too large runs out of memory here."""
         device = asked["device"]
-        self.ground = allocated_bytes(device)  # not the model's
+        self.ground = allocated_bytes(device)  # allocated before the model
         self.costs = costs(**asked)
         self.trainer = Trainer(
             self.costs.config,
@@ -76,7 +76,7 @@ class Trained:
         )
 
     def timed(self, step: str) -> tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]:
-        """Return a step, and what makes its arguments outside the clock."""
+        """Return a step, and a function that makes its arguments, untimed."""
         trainer = self.trainer
         trainer.optimizer.zero_grad(set_to_none=True)
         if step != "backward":
@@ -94,7 +94,7 @@ class Trained:
         return trainer.backward, graph
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the bytes of parameters, gradients and the optimizer's state, as they are now."""
+        """Return the current bytes of parameters, gradients and optimizer state."""
         parameters = list(self.trainer.model.parameters())
         state = (x for entry in self.trainer.optimizer.state.values() for x in entry.values())
         return {
@@ -104,13 +104,13 @@ class Trained:
         }
 
     def kept_anyway(self) -> list[torch.Tensor]:
-        """Return what lives on without a graph: parameters, tables, tokens."""
+        """Return the tensors that live on without a graph: parameters, buffers, tokens, targets."""
         model = self.trainer.model
         return [*model.parameters(), *model.buffers(), self.trainer.tokens, self.trainer.targets]
 
 
 def forget_models() -> None:
-    """Drop the model that is kept, and what was compiled for it."""
+    """Drop the cached model, and the code compiled for it."""
     MODELS.clear()
     gc.collect()
     torch.compiler.reset()
@@ -129,10 +129,10 @@ def costs(
     packed: bool = False,
     checkpoint: bool = False,
 ) -> Costs:
-    """Return what a step costs, before anything is made.
+    """Return the costs of a step, before anything is allocated.
 
-    If ``packed``, the sequence is ``documents_of`` the context; with ``checkpoint`` each block is
-    recomputed in the backward.
+    If ``packed``, the sequence is packed from ``documents_of(context)``. With ``checkpoint`` each
+    block is recomputed in the backward.
     """
     config = SIZES[size]
     return Costs(
@@ -148,13 +148,13 @@ def costs(
 
 
 def documents_of(context: int) -> tuple[int, ...]:
-    """Return lengths of documents in proportion to ``UNEQUAL``, ``context`` in all."""
+    """Return document lengths in proportion to ``UNEQUAL`` that add up to ``context``."""
     ends = (end * context // sum(UNEQUAL) for end in accumulate(UNEQUAL, initial=0))
     return tuple(end - start for start, end in pairwise(ends))
 
 
 def problem_of(costs: Costs) -> Problem:
-    """Return the attention in each layer of the model that costs this."""
+    """Return the attention problem of each layer of the model with these costs."""
     config = costs.config
     return Problem(
         batch=costs.batch,
@@ -172,13 +172,14 @@ def _bytes(tensors: Iterable[object]) -> int:
 
 
 def cold_steps(**facts: Any) -> list[float]:
-    """Return the seconds of training steps that follow a warm-up in a process that did nothing yet.
+    """Return the seconds of training steps after a warm-up, in a new process.
 
-    Host time, each step waited for: most of a first step is spent on the host.
+    This is host time, with a synchronization after each step: most of a first step is spent on the
+    host.
 
     Args:
-        facts: size, context, batch, precision, see ``Trained``; ``device``, its type;
-            ``warm_steps``, taken before the clock starts; ``measured``, how many steps are timed.
+        facts: size, context, batch and precision, see ``Trained``; ``device``, a device type;
+            ``warm_steps``, the number of untimed steps; ``measured``, that of timed steps.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as new:
         return new.submit(_steps, **facts).result()

@@ -1,7 +1,7 @@
-"""Turns: implementations of one problem are timed in turns, so that a drift hits them all alike.
+"""Time all implementations of a problem in turns, so that a drift of the clock hits them alike.
 
-A GPU at its power limit changes its clock within a tenth of a second. On an H200, ratios of calls
-that are timed one after the other are uncertain by 5 to 8%, in turns by 2% (docs/tuning-log.md).
+A GPU at its power limit changes its clock within a tenth of a second. On an H200, the ratio of two
+calls is uncertain by 5 to 8% if each is timed separately, and by 2% in turns (docs/tuning-log.md).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from flashattn.testing.sweep import group
 
 @dataclass
 class Turn:
-    """What the turns of one case gave."""
+    """The facts and samples from the turns of one case."""
 
-    began: float  # on the host's clock, the turns of all
+    began: float  # host time when the group's turns began
     facts: dict[str, Any] = field(default_factory=dict)
     samples: list[float] = field(default_factory=list)
 
@@ -37,16 +37,16 @@ TURNS = pytest.StashKey[tuple[tuple[str, ...], dict[str, Turn]]]()
 def turn_of(
     item: pytest.Item, prepare: Prepare, clock: Clock, *, takes: Callable[[pytest.Item], bool]
 ) -> Turn | None:
-    """Return what the turns of a case gave; the first of a group takes those of all.
+    """Return the samples of a case; the first case of a group takes the turns of all.
 
     Args:
         item: the case.
         prepare: checks a case's results and returns its call, or raises.
-        clock: of the device.
-        takes: which cases of a group take turns.
+        clock: the clock of the device.
+        takes: whether a case of the group takes turns.
 
     Returns:
-        None if the case has no turn: alone, it raises again what it raised, or finds memory.
+        None if the case has no turn. Run alone, it raises its error again, or has enough memory.
     """
     session, its = item.session, group(item)
     if session.stash.get(TURNS, ((), {}))[0] != its:
@@ -56,7 +56,7 @@ def turn_of(
 
 
 def _take(items: list[pytest.Item], prepare: Prepare, clock: Clock) -> dict[str, Turn]:
-    """Time all cases that can be prepared; none, if anything fails meanwhile."""
+    """Time all cases that can be prepared; return none if anything fails meanwhile."""
     began = time.perf_counter()
     turns, calls = dict[str, Turn](), dict[str, Call]()
     for item in items:
@@ -75,14 +75,14 @@ def _take(items: list[pytest.Item], prepare: Prepare, clock: Clock) -> dict[str,
 
 
 def take_turns(calls: dict[str, Call], clock: Clock) -> Iterator[tuple[str, float, int, int]]:
-    """Time calls in rounds, each in an order of its own.
+    """Time calls in rounds, each in a random order of its own.
 
     Args:
         calls: by name; their results have been checked.
-        clock: of the device.
+        clock: the clock of the device.
 
     Yields:
-        A name, seconds, how often the sample was repeated as it was late, and whether it stayed so.
+        A name, seconds, how often the sample was repeated for being late, and 1 if it still is.
     """
     if not calls:
         return
@@ -93,7 +93,7 @@ def take_turns(calls: dict[str, Call], clock: Clock) -> Iterator[tuple[str, floa
     for _ in range(rounds_of(seconds / len(calls))):
         for name in drawn.sample(list(calls), len(calls)):
             call, setup = calls[name]
-            # If the launch outlasts every lead, each sample would be late again.
+            # If the launch takes longer than the lead, a repeated sample would be late again.
             again = setup if paces[name].launch < lead else None
             (sample,), _, tries = retaken(clock, call, setup(), again=again)
             yield name, sample, tries, clock.late

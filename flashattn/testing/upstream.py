@@ -1,4 +1,4 @@
-"""What PyTorch gets wrong on some machines, found by trying: it is not to be held against us."""
+"""Bugs of PyTorch on some machines, found by trying, so that tests can work around them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 import torch
 
-INNER = (29, 38, 40, 47)  # dimensions of products, some of which mix rows on each CPU that does
+INNER = (29, 38, 40, 47)  # inner dimensions; on every affected CPU, some of them mix rows
 
 
 def products_mix_rows(
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> bool:
-    """Return whether NaN in a row of a bf16 product shows in the row before, on this CPU.
+    """Return whether NaN in one row of a bf16 product shows in the row before, on this CPU.
 
-    On CPUs with AMX, with few threads, oneDNN reads on into the next row where the inner dimension
-    is no multiple of 32, or on others no multiple of 4, and multiplies what it finds by zero (its
-    issue 5717). So o has a row of NaN more than it should have, if P has one.
-    ``torch.backends.mkldnn.enabled = False`` helps.
+    On CPUs with AMX, with few threads, oneDNN reads on into the next row if the inner dimension is
+    not a multiple of 32, or on others not a multiple of 4, and multiplies what it reads by zero
+    (oneDNN issue 5717). So if P has a row of NaN, o has one more than it should.
+    ``torch.backends.mkldnn.enabled = False`` avoids this.
     """
 
     def mixes(inner: int) -> bool:

@@ -1,4 +1,4 @@
-"""Values of q, k and v, by name: what ordinary inputs are, and what has broken kernels before.
+"""Values of q, k and v, by name: ordinary inputs, and inputs that have broken kernels.
 
 Each maker takes three normal draws in fp32, q [B, H, T, D], k [B, G, S, D] and v [B, G, S, Dv], and
 returns the inputs, which are then rounded to the problem's dtype.
@@ -13,11 +13,11 @@ import torch
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Maker = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Tensors]
 
-ONE_HOT = 64  # with scale 1, the next best key is 128 below: exp(-128) is 0 in fp32
+ONE_HOT = 64  # with scale 1 the second best key scores 128 less: exp(-128) is 0 in fp32
 
 
 def _negative(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-    # A maximum that starts at 0 underflows the row; exp(0 - lse), as for a key that only pads,
+    # A running maximum that starts at 0 underflows the row; exp(0 - lse), as for a padding key,
     # overflows.
     root = q.shape[-1] ** 0.25
     return (q.abs() / 4 + 11) / root, -(k.abs() / 4 + 11) / root, v
@@ -41,10 +41,11 @@ def _grid(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
 
 
 def _one_hot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-    """Write each key's number in signs; a query has those of one key that any causal mask shows it.
+    """Encode each key's index in its signs, and give each query the signs of one key.
 
-    A last column makes that key's score 0 and each wrong sign cost 2 * ONE_HOT, so with scale 1 the
-    logsumexp is 0 and P is 1 there, exactly, and 0 elsewhere.
+    That key is visible under any causal mask. The last column makes its score 0, and each different
+    sign lowers a score by 2 * ONE_HOT. So with scale 1 the logsumexp is exactly 0, and P is exactly
+    1 for that key and 0 elsewhere.
     """
     (seq_q, d), seq_kv = q.shape[2:], k.shape[2]
     numbers = torch.arange(seq_kv, device=k.device)
@@ -59,7 +60,7 @@ def _one_hot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
 
 
 def sunken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-    """Lower each score of q = 0 and scale 1 to -131072; in fp16, which ends at 65504, to -32768."""
+    """Make every score -131072 if q = 0 and scale = 1; -32768 in fp16, which ends at 65504."""
     root = 2.0**7 if q.dtype == torch.float16 else 2.0**8
     q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
     q[..., 0], k[..., 0] = root, -2 * root
@@ -68,22 +69,22 @@ def sunken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
 
 VALUES: dict[str, Maker] = {
     "normal": lambda q, k, v: (q, k, v),
-    # Logits of +-60 standard deviations: one key takes all.
+    # Scores of about +-60: one key takes all the weight.
     "extreme": lambda q, k, v: (q * 8, k * 8, v),
-    "negative": _negative,  # every logsumexp is below -88.7, where exp(-lse) leaves fp32
+    "negative": _negative,  # every logsumexp is below -88.7, where exp(-lse) overflows fp32
     "rising": _rising,  # each tile of keys has a new maximum
-    "shifted": lambda q, k, v: (q + 1, k - 2, v + 4),  # of no zero mean
-    "outliers": _outliers,  # one channel 20 times the others, as in trained models
+    "shifted": lambda q, k, v: (q + 1, k - 2, v + 4),  # nonzero means
+    "outliers": _outliers,  # one channel is 20 times as large, as in trained models
     "ties": lambda q, k, v: (q.sign(), k.sign(), v.round()),
-    # Rows whose elements are all the same.
+    # All elements of a row are equal.
     "constant": lambda q, k, v: (q[..., :1].expand_as(q), k[..., :1].expand_as(k), v),
     "same_keys": lambda q, k, v: (q, k[..., :1, :].expand_as(k), v),  # dq is 0 by cancellation
     "zeros": lambda q, k, v: (q * 0, k, v),  # a uniform softmax
-    "huge_v": lambda q, k, v: (q, k, v * 1e3),  # sums over keys leave fp16, means do not
+    "huge_v": lambda q, k, v: (q, k, v * 1e3),  # sums over keys overflow fp16, means do not
     "tiny": lambda q, k, v: (q, k, v * 1e-5),  # denormal in fp16
-    # In fp32; 0 in half precision: Triton's interpreter (3.6 and 3.9) converts bf16's wrongly.
+    # In fp32; 0 in half precision: Triton's interpreter (3.6, 3.9) converts bf16 denormals wrongly.
     "denormal": lambda q, k, v: (q * 4e-42, k, v * 4e-42),
-    "grid": _grid,  # quarters up to 4: the sum of two is exact in every dtype
+    "grid": _grid,  # multiples of 1/4 up to 4: the sum of two is exact in every dtype
     "one_hot": _one_hot,
 }
-ALIKE = ("zeros", "same_keys", "denormal")  # each of a row's scores is the same
+ALIKE = ("zeros", "same_keys", "denormal")  # all scores of a row are equal

@@ -1,4 +1,4 @@
-"""Says at the end what implementations keep and fail on, the latter small and to be repeated."""
+"""pytest plugin: report which clauses implementations keep, with a small case of each failure."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from flashattn.testing.seed import Seed
 
 @dataclass
 class Verdict:
-    """What the tests said of one implementation: clauses are test functions."""
+    """The test results of one implementation; a clause is a test function."""
 
     impl: registry.Impl
     clauses: dict[str, bool] = field(default_factory=dict)
     examples: int = 0
-    failed: list[str] = field(default_factory=list)  # tests
+    failed: list[str] = field(default_factory=list)  # test ids
     samples: list[Sample] = field(default_factory=list)  # on which it failed
 
     def line(self) -> str:
-        """Return the result in one line."""
+        """Return the results in one line."""
         failed = [clause for clause, kept in self.clauses.items() if not kept]
         drawn = f"{len(self.clauses)} clauses, {self.examples} examples, seed {Seed.value}"
         if failed:
@@ -36,10 +36,10 @@ class Verdict:
         return f"{self.impl.name} conforms: {drawn}"
 
     def small(self) -> tuple[str, str]:
-        """Return what is wrong with the smallest case that was found, and the line that repeats it.
+        """Return the failure of the smallest case found, and the command that repeats it.
 
-        Where no sample fails as it stands, because a test asks for more than accuracy, that is
-        the first test that failed.
+        If no sample fails by itself, because a test checks more than accuracy, return the first
+        test that failed.
         """
         if self.samples:
             least = min(self.samples, key=lambda sample: sample.problem.flops())
@@ -51,36 +51,36 @@ class Verdict:
 
 
 class Verdicts:
-    """Adds up reports, of all workers; at the end shrinks one failure of each implementation."""
+    """Collects the reports of all workers; at the end shrinks one failure per implementation."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without verdicts."""
         self._found = dict[str, Verdict]()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Note in the report, which a worker sends, who was asked, and what it failed on."""
+        """Add the implementation and its failing samples to the report, which a worker sends."""
         report = yield
         impl = getattr(item, "funcargs", {}).get("impl")
         if report.when == "call" and isinstance(impl, registry.Impl):
             error = call.excinfo and call.excinfo.value
-            # Hypothesis may find several.
+            # Hypothesis may raise a group of several.
             causes: Iterable[Any] = getattr(error, "exceptions", (error,))
             samples = [_plain(cause.sample) for cause in causes if hasattr(cause, "sample")]
             report.user_properties.append(("asked", {"impl": impl.name, "samples": samples}))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add it up; what was skipped or excused is kept by nobody."""
+        """Count a report, unless the test was skipped or its failure excused."""
         told: dict[str, Any] = dict(report.user_properties)
         if "asked" not in told or report.skipped:
             return
         impl = registry.get(told["asked"]["impl"])
         verdict = self._found.setdefault(impl.name, Verdict(impl))
         clause = report.nodeid.partition("[")[0].rpartition("::")[2]
-        if not clause.startswith("bench_"):  # which time, and verify a little
+        if not clause.startswith("bench_"):  # these measure time, and verify little
             verdict.clauses[clause] = verdict.clauses.get(clause, True) and report.passed
         verdict.examples += told.get("examples", 1)
         if report.failed:
@@ -90,7 +90,7 @@ class Verdicts:
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
     ) -> None:
-        """Say it: with ``--impl`` a line for each, and for each that failed a section."""
+        """Print a section for each implementation that failed; with ``--impl``, a line for each."""
         for verdict in self._found.values():
             if config.option.impl and verdict.clauses:
                 terminalreporter.write_line(verdict.line())

@@ -1,9 +1,10 @@
-"""Admits an implementation to a problem, and its results to the clock: nothing wrong is timed.
+"""Verify the results of an implementation before it is timed, so that nothing wrong is timed.
 
-Exact results cost a score matrix in fp64. Heads do not depend on one another, so the first and the
-last group of heads are verified; and of a long causal problem the last queries and keys, which is a
-problem of its own, aligned at the bottom right: no other query sees these keys. With a bias all are
-verified. The gradient of a bias or of sinks is verified where it is that of a head alone.
+Exact results take a score matrix in fp64. Heads are independent, so only the first and the last
+group of heads are verified. Of a long causal problem, only the last queries and keys are verified:
+no other query sees these keys, so they are a problem of their own, aligned at the bottom right.
+With a bias, all rows are verified. The gradient of a bias or of sinks is verified only where no
+other batch, head or row contributes to it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from flashattn.testing.accuracy import OF_KEYS, Expected
 from flashattn.testing.inputs import make_grads, make_inputs, make_scored
 from flashattn.testing.sample import LEARNED, Case
 
-SCORES_VERIFIED = 1 << 26  # of all heads; in fp64, several copies at once: a few GiB
+SCORES_VERIFIED = 1 << 26  # scores of all heads; several copies in fp64 take a few GiB
 SCORES_OF_A_GROUP = 1 << 29
 OF_SCORES = tuple(f"d{name}" for name in LEARNED)
-LAST = 2048  # queries that are verified of a longer problem
+LAST = 2048  # verified queries of a longer problem
 Part = tuple[int, slice, slice, slice]  # a batch, its query heads, its key heads, the rows
 
 
@@ -35,10 +36,10 @@ class Verifier:
     impl: Impl
     problem: Problem
     device: torch.device
-    facts: dict[str, Any]  # which ``admit`` fills in
+    facts: dict[str, Any]  # filled in by ``admit``
 
     def admit(self, passes: str) -> str | None:
-        """Note the facts; return the sentence that says why the case cannot be solved, or None."""
+        """Record the facts; return why the case cannot be solved, as a sentence, or None."""
         self.facts |= {
             "impl": self.impl.name,
             "problem": str(self.problem),
@@ -50,10 +51,11 @@ class Verifier:
         return self.impl.why_not(self.problem, self.device, grad=passes != "forward")
 
     def check(self, **outputs: torch.Tensor | None) -> None:
-        """Hold the outputs, any of o, lse and gradients, to their budgets against fp64.
+        """Check outputs, any of o, lse and gradients, against their budgets.
 
         Raises:
-            AssertionError: which outputs are off, by how much, and what was allowed.
+            AssertionError: some outputs exceed their budgets; the message says which, and by how
+                much.
         """
         grad = not {"dq", "dk", "dv"}.isdisjoint(outputs)
         for part, expected in _expected(self.problem, self.device, grad=grad):
@@ -68,29 +70,29 @@ class Verifier:
 
     @staticmethod
     def _own(name: str, x: torch.Tensor, part: Part) -> torch.Tensor:
-        """Return what a part has of an output."""
+        """Return the slice of an output that belongs to a part."""
         batch, queries, keys, rows = part
         if name in OF_SCORES:
             return _of_heads(x, batch, queries)
         return x[batch, keys if name in OF_KEYS else queries, rows][None]
 
     def _shared(self, name: str, x: torch.Tensor, part: Part) -> bool:
-        """Return whether other parts give to a gradient of what scores are made with."""
+        """Return whether other parts contribute to the gradient of a bias or of sinks."""
         counts = self.problem.batch, self.problem.heads
         several = any(n == 1 < count for n, count in zip(x.shape[:2], counts, strict=True))
         return name in OF_SCORES and (several or part[-1] != slice(None))
 
 
-@lru_cache(maxsize=1)  # implementations of one problem run next to one another
+@lru_cache(maxsize=1)  # one implementation after another runs a problem
 def _expected(
     problem: Problem, device: torch.device, *, grad: bool
 ) -> Iterable[tuple[Part, Expected]]:
-    """Return what is verified, as parts of the outputs, and what each is held against."""
+    """Return the verified parts of the outputs, and what each is compared with."""
     inputs, group = make_inputs(problem, device=device), problem.heads // problem.kv_heads
     scored = make_scored(problem, device=device)
     grad_o = make_grads(problem, device=device)[0] if grad else None
     scale, queries = problem.head_dim**-0.5, problem.batch * problem.heads * problem.seq_q
-    whole = None  # so few heads say little about how wrong naive is: hear all, if there is room
+    whole = None  # so few heads say little about naive's error: use all, if there is room
     if queries * problem.seq_kv <= SCORES_VERIFIED:
         whole = Case(problem=problem, inputs=inputs, scored=scored, scale=scale, grad_o=grad_o)
     rows = _rows(problem)
@@ -115,13 +117,13 @@ def _expected(
 
 
 def _of_heads(x: torch.Tensor, batch: int, heads: slice) -> torch.Tensor:
-    """Return what some heads of a batch have of what scores are made with."""
+    """Return the slopes, bias or sinks of some heads of a batch."""
     x = x if x.shape[0] == 1 else x[batch][None]
     return x if x.shape[1] == 1 else x[:, heads]
 
 
 def _rows(problem: Problem) -> slice:
-    """Return the queries and keys that are verified: all, or the last of a long causal square."""
+    """Return the rows that are verified: all, or the last of a long causal problem with T = S."""
     group = problem.heads // problem.kv_heads
     square = problem.causal and problem.seq_q == problem.seq_kv and not problem.bias
     if not square or group * problem.seq_q * problem.seq_kv <= SCORES_OF_A_GROUP:

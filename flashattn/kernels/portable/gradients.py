@@ -227,7 +227,7 @@ def score_gradients(
         s = capped(s, scale.cap)
     x = in_base_2(s, score, lies, start_q, start_kv, sizes, False, not MASKED, CONFIG)
     p = tl.exp2(x - lse_log2)
-    if MASKED:  # also keys that do not exist: their P could be inf, and inf * 0 is NaN
+    if MASKED:  # keys that do not exist, too: their P could be inf, and inf * 0 is NaN
         p = apply_mask(p, start_q, start_kv, band, sizes, full, 0.0)
     v_tile = load_tile(v, layout.v, kv_at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
     dp = dot_transposed(do_tile, v_tile, CONFIG)

@@ -1,1 +1,1 @@
-"""Device code and its launchers: the only place that imports Triton."""
+"""Device code and its launchers. Besides tools, only this package imports Triton."""

@@ -1,8 +1,8 @@
-"""Cache keys: Triton finds a kernel on disk whatever the process compiled before.
+"""Stable cache keys: Triton finds a kernel on disk, whatever the process compiled before.
 
-Before Triton 3.9 the key of a kernel has the constants of a function that it calls only if that
-function's own key was known by then (triton-lang/triton#10494). So a process that launched kernels
-in another order than the last one compiled them again.
+Before Triton 3.9, a kernel's key includes the constants of a function that it calls only if that
+function's own key was computed before (triton-lang/triton#10494). So a process that launched
+kernels in another order than the last one compiled them again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from triton.runtime.jit import JITCallable
 
 from flashattn.kernels.constants import INTERPRETED
 
-_known: set[int] = set()  # a set of functions would ask for their keys
+_known: set[int] = set()  # ids, because hashing a function computes its key
 
 
 def with_stable_key(kernel: Any) -> Any:
-    """Return a kernel, its key computed after those of all that it calls, the innermost first."""
+    """Return a kernel after computing its key, and before it those of all that it calls."""
     compiled = isinstance(kernel, JITCallable) and not INTERPRETED.value
     if compiled and id(kernel) not in _known:
         _known.add(id(kernel))
@@ -30,7 +30,7 @@ def with_stable_key(kernel: Any) -> Any:
 
 
 def _called(function: Any) -> Iterator[Any]:
-    """Yield all that a function names, methods of aggregates too."""
+    """Yield all global objects that a function names, and the methods of aggregates."""
     names, found = function.fn.__code__.co_names, function.fn.__globals__
     for value in map(found.get, names):
         of_module = names if isinstance(value, ModuleType) else ()

@@ -1,4 +1,4 @@
-"""Counters: zeros that the kernels of a stream share, each of which leaves them zero."""
+"""Counters that the kernels of a stream share: each kernel leaves them zero."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from triton.runtime import driver
 
-MOST = 4096  # of a stream; plans that fill a GPU need fewer
+MOST = 4096  # counters of a stream; plans that fill a GPU need fewer
 _KEPT: dict[tuple[torch.device, int], torch.Tensor] = {}  # by GPU and stream
 
 
 def counters(device: torch.device, count: int) -> torch.Tensor:
-    """Return zeros in int32, ``count`` at least, for a kernel that leaves them zero.
+    """Return at least ``count`` int32 zeros, for a kernel that leaves them zero.
 
-    The kernels of a stream run one after another, so none is disturbed, and nobody clears the
-    counters. What a CUDA graph launches may run beside others later, so it clears its own. An
-    interpreted kernel may end early, by an exception: it gets new ones.
+    The kernels of a stream run one after another, so they can share counters that are never
+    cleared. A CUDA graph may later run beside other kernels, so it clears counters of its own. An
+    interpreted kernel may end early with an exception, so it gets new counters.
 
     Args:
         device: of the kernel.
-        count: MOST at most, where they are kept.
+        count: number of counters; more than MOST are not shared.
     """
     alone = device.type != "cuda" or count > MOST
     if alone or torch.cuda.is_current_stream_capturing():
@@ -28,7 +28,7 @@ def counters(device: torch.device, count: int) -> torch.Tensor:
     key = device, driver.active.get_current_stream(device.index)
     found = _KEPT.get(key)
     if found is None:
-        # This thread may be allocating in a pool of memory that others expect back.
+        # In another thread: this one may be allocating in a memory pool that others expect back.
         with ThreadPoolExecutor(1) as thread:
             stream = torch.cuda.current_stream(device)
             found = _KEPT[key] = thread.submit(_zeros, device, stream).result()

@@ -1,4 +1,4 @@
-"""Descriptors: what TMA loads and stores, as a launch makes it of a tensor."""
+"""Tensor descriptors, through which TMA loads and stores tiles of a tensor."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MOST_ADDRESSES = 256  # of a descriptor: addresses that keep changing must not fill the memory
+MOST_ADDRESSES = 256  # kept per descriptor, so that changing addresses do not fill the memory
 
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """What a kernel is compiled for of a descriptor: all but address, shape and strides.
+    """The part of a descriptor that a kernel is compiled for: no address, shape or strides.
 
     Args:
         kind: Triton's class of descriptors.
@@ -36,35 +36,35 @@ class Form:
 
 @cache
 def form_of(kind: type, dtype: torch.dtype, block: tuple[int, ...], **others: Any) -> Form:
-    """Return the form with these values; equal values have one form.
+    """Return the form with these values; equal values return the same object.
 
     Args:
         kind: Triton's class of descriptors.
         dtype: of the tensors.
         block: sizes of a tile.
-        others: fields of this class.
+        others: other fields of that class.
     """
-    del dtype  # is part of the cache key alone
+    del dtype  # only part of the cache key
     defaults = {x.name: x.default for x in fields(kind) if x.default is not MISSING}
     return Form(kind, defaults | {"block_shape": list(block)} | others)
 
 
-Tiled = tuple[Form, Sequence[int], Sequence[int]]  # and the shape and the strides
+Tiled = tuple[Form, Sequence[int], Sequence[int]]  # form, shape, strides
 
 
 class DescriptorSpec(Protocol):
-    """What a kernel reaches in tiles by a descriptor."""
+    """A tensor whose tiles a kernel accesses by a descriptor."""
 
     def tiles(self, x: torch.Tensor) -> Tiled:
         """Return the form, shape and strides of a descriptor of x."""
 
 
 class TileLoadSpec(NamedTuple):
-    """What a portable kernel loads in tiles, from where a tensor lies.
+    """Shape, strides and tile of a tensor that a portable kernel loads.
 
     Args:
-        shape: of what is loaded.
-        strides: likewise.
+        shape: of the tensor.
+        strides: of the tensor.
         block: sizes of a tile.
     """
 
@@ -78,7 +78,7 @@ class TileLoadSpec(NamedTuple):
         return form_of(TensorDescriptor, x.dtype, self.block), self.shape, strides
 
 
-@lru_cache  # tensors of one call often lie alike
+@lru_cache  # the tensors of one call often have the same layout
 def descriptor_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return strides for a descriptor.
 
@@ -89,32 +89,32 @@ def descriptor_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tupl
 
 
 def descriptor_of(kind: type, common: dict[str, Any], base: object) -> Any:
-    """Return a descriptor of a tensor past Triton's checks: plans promise what these ask."""
+    """Return a descriptor of a tensor without Triton's checks, whose conditions a plan ensures."""
     descriptor: Any = object.__new__(kind)
     descriptor.__dict__.update(common, base=base)
     return descriptor
 
 
 class Expanded(dict[int, list[Any]]):
-    """The arguments that Triton makes of a descriptor, the first a tensor map, by the address.
+    """The arguments into which Triton expands a descriptor (first a tensor map), by address.
 
     Making them takes the host as long as a launch, and a training step sees the same addresses
     again and again.
 
     Args:
         fill: Triton's function, compiled from C, that makes a tensor map.
-        lies: what that takes between the address and the shape; the shape and the strides.
+        lies: the arguments of ``fill`` between address and shape; the shape; the strides.
     """
 
     def __init__(self, fill: Callable[..., Any], *lies: Sequence[Any]) -> None:
-        """Know no address."""
+        """Start without addresses."""
         self._fill, self._lies = fill, lies
 
     def __missing__(self, address: int) -> list[Any]:
-        """Make them."""
+        """Make the arguments for an address."""
         if len(self) >= MOST_ADDRESSES:
             self.clear()
         tile, *lies = self._lies
-        outside = 0  # is what is loaded there
+        outside = 0  # out-of-bounds elements load as 0
         found = self[address] = [self._fill(address, *tile, *lies, outside), *lies[0], *lies[1]]
         return found

@@ -1,7 +1,8 @@
-"""Execute: a plan bound to kernels, once for each signature of tensors.
+"""Execute: bind plans to kernels, once for each signature of tensors.
 
 Triton inspects every argument on every call to look up the compiled kernel, which alone takes
-longer than a whole SDPA call. So a bound plan keeps its launches, and these what Triton compiled.
+longer than a whole SDPA call. So a bound plan keeps its launches, and a launch keeps what Triton
+compiled.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from flashattn.plan.spec import (
     signature,
 )
 
-BOUND = 1024  # plans that are kept: shapes that keep changing must not fill the memory
+BOUND = 1024  # most plans that are kept, so that changing shapes do not fill the memory
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Grads = tuple[torch.Tensor, torch.Tensor | None]
@@ -40,16 +41,16 @@ Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 
 
 class Bound:
-    """A plan with its launches: takes inputs, allocates outputs and workspaces, launches.
+    """A plan with its launches: it takes inputs, allocates outputs and workspaces, and launches.
 
     Args:
-        inputs: names of what a call takes.
-        likes: names of outputs, and of the inputs that they are like; these are returned first.
+        inputs: names of the tensors that a call takes.
+        likes: names of outputs, each with the input whose layout it has; these are returned first.
         outputs: other outputs.
-        plan: what was decided.
+        plan: the plan.
         steps: the launches.
-        device: of all.
-        columns: the first ones that an output has of what it is like, or None.
+        device: of all tensors.
+        columns: if not None, an output has only so many columns of that input.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Bound:
             for i in self._likes:
                 like = tensors[i] if self._columns is None else tensors[i][..., : self._columns]
                 tensors.append(torch.empty_like(like))
-            for zeroed, how in self._make:  # by torch.empty of the moment: tests replace it
+            for zeroed, how in self._make:  # looked up here: tests replace torch.empty
                 tensors.append(torch.zeros(**how) if zeroed else torch.empty(**how))
             if self._counters is not None:
                 tensors.append(counters(*self._counters))
@@ -100,9 +101,9 @@ class Bound:
 def _gather(
     names: tuple[Name, ...], given: tuple[str | None, ...]
 ) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return what picks tensors by their names, alone or in tuples, of those that are given."""
+    """Return a function that picks tensors by name, alone or in tuples, from those given."""
     if len(names) > 1 and not any(isinstance(name, tuple) for name in names):
-        return itemgetter(*map(given.index, names))  # which returns a tuple of several
+        return itemgetter(*map(given.index, names))  # of several names it returns a tuple
     picks: list[Callable[[Sequence[Any]], Any]] = [
         _gather(x, given) if isinstance(x, tuple) else itemgetter(given.index(x)) for x in names
     ]
@@ -112,7 +113,7 @@ def _gather(
 def _sees_nothing(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extras: torch.Tensor | None
 ) -> Outputs:
-    """Answer without a launch: there is no query, or none that sees a key."""
+    """Return o and lse without a launch, where there is no query or none sees a key."""
     del k
     columns = v.shape[3]
     lse = torch.full(q.shape[:3], -torch.inf, device=q.device, dtype=torch.float32)
@@ -123,7 +124,7 @@ def _sees_nothing(
 
 
 def _padded(bound: Callable[..., Outputs]) -> Callable[..., Outputs]:
-    """Return what pads values with zeros to the width of keys; o lies as if it never was wider."""
+    """Return a function that pads values with zeros; o gets v's columns and q's layout."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extras: Any) -> Outputs:
         o, lse = bound(q, k, _widened(v, q), *extras)
@@ -133,7 +134,7 @@ def _padded(bound: Callable[..., Outputs]) -> Callable[..., Outputs]:
 
 
 def _padded_backward(bound: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Any]:
-    """Return what pads likewise for gradients."""
+    """Return a function that does the same for gradients."""
 
     def differentiate(
         q: torch.Tensor,
@@ -151,12 +152,12 @@ def _padded_backward(bound: Callable[..., Sequence[torch.Tensor]]) -> Callable[.
 
 
 def _widened(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Return x with columns of zeros, up to q's width."""
+    """Return x padded with columns of zeros to q's width."""
     return pad(x, (0, q.shape[-1] - x.shape[-1])).contiguous()
 
 
 def _narrowed(x: torch.Tensor, v: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
-    """Return the first columns of x, as many as v has, in memory that lies as ``like`` does."""
+    """Return the first columns of x, as many as v has, in the layout of ``like``."""
     columns = v.shape[-1]
     return torch.empty_like(first_columns(like, columns)).copy_(x[..., :columns])
 
@@ -164,7 +165,7 @@ def _narrowed(x: torch.Tensor, v: torch.Tensor, *, like: torch.Tensor) -> torch.
 def _no_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None, bias_grad: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Answer without a launch: there is no query, or no key; a sink is then all of lse."""
+    """Return gradients without a launch, where there is no query or key, so lse is the sink."""
     _, _, _, grad_lse, *given = others
     bias, sink = Extras(*given)[3:]
     found = [torch.zeros_like(x) for x in (q, k, v)]
@@ -188,12 +189,12 @@ def _steps(family: str) -> Any:
 
 @lru_cache(BOUND)
 def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any) -> Any:
-    """Return what computes (o, lse) of q, k and v with these specs; extras, if any, come last.
+    """Return a function (q, k, v, *extras) -> (o, lse) for tensors with these signatures.
 
     Args:
         given: signatures of q, k and v.
-        options: what is asked.
-        instead: as ``choose_forward`` takes it.
+        options: what the call asks for.
+        instead: overrides for ``choose_forward``.
     """
     specs = [TensorSpec(*x) for x in given]
     device = specs[0].device
@@ -215,15 +216,15 @@ def bind_forward(given: tuple[Signature, ...], options: Options, **instead: Any)
 
 @lru_cache(BOUND)
 def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any) -> Any:
-    """Return what computes (dq, dk, dv) of q, k, v, grad_o, o, lse, and grad_lse or None for it.
+    """Return a function (q, k, v, grad_o, o, lse, grad_lse, *extras) -> (dq, dk, dv, ...).
 
-    Extras, if there are some, come last. Behind the results come dbias, if the options want it, and
-    dsink, if there are sinks.
+    Its ``grad_lse`` may be None. After dv come dbias, if the options want it, and dsink, if there
+    are sinks.
 
     Args:
-        given: signatures of these, the last one if there is one.
-        options: what is asked.
-        instead: as ``choose_backward`` takes it.
+        given: signatures of these tensors, without extras; that of grad_lse only if there is one.
+        options: what the call asks for.
+        instead: overrides for ``choose_backward``.
     """
     specs = [TensorSpec(*x) for x in given]
     device = specs[0].device
@@ -243,10 +244,10 @@ def bind_backward(given: tuple[Signature, ...], options: Options, **instead: Any
 def _other_gradients(
     plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options
 ) -> list[Workspace]:
-    """Return the gradients of what scores are made with."""
+    """Return the outputs for the gradients of a bias and of sinks."""
     found = []
     if options.bias is not None and options.bias_grad:
-        hidden = plan.dbias is None and options.causal  # tiles that nobody visits
+        hidden = plan.dbias is None and options.causal  # some tiles are not visited
         shape, dtype = tuple(options.bias.shape), options.bias.dtype
         found.append(Workspace("dbias", shape, dtype, zeroed=hidden))
     if options.sink:
@@ -273,17 +274,17 @@ def forward(
 
     Args:
         q: [B, H, T, D], checked.
-        k: [B, G, S, D], likewise.
-        v: [B, G, S, Dv], likewise; Dv is at most D.
+        k: [B, G, S, D], checked.
+        v: [B, G, S, Dv], checked; Dv is at most D.
         right: see ``Options``.
         scale: see ``Options``.
         left: see ``Options``.
         softcap: see ``Options``.
-        extras: all of ``Extras``, or none.
+        extras: all of ``Extras``, or nothing.
         query_offset: see ``Options``.
         precision: see ``precision.input_precision``.
         family: see ``Options``.
-        instead: as ``choose_forward`` takes it.
+        instead: overrides for ``choose_forward``.
     """
     precision = input_precision(precision, q.dtype)
     options = Options(right, scale, precision, family, left=left, softcap=softcap)
@@ -307,7 +308,7 @@ def backward(
     bias_grad: bool = False,
     **instead: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k and v, in their dtype, and of a bias and sinks.
+    """Return the gradients of q, k and v, in their dtype, and those of a bias and of sinks.
 
     Args:
         grads: of o [B, H, T, Dv], and of lse [B, H, T] or None.
@@ -322,7 +323,7 @@ def backward(
         family: as in ``forward``.
         deterministic: see ``Options``.
         bias_grad: see ``Options``.
-        instead: as ``choose_backward`` takes it.
+        instead: overrides for ``choose_backward``.
     """
     precision = input_precision(precision, saved[0].dtype)
     options = Options(right, scale, precision, family, deterministic, left, softcap)
@@ -336,15 +337,15 @@ def backward(
 def prepare_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, **instead: Any
 ) -> Callable[..., Outputs]:
-    """Return what computes (o, lse) of all tensors with the specs of these, and of extras."""
+    """Return a function (q, k, v, *extras) -> (o, lse) for tensors with the same signatures."""
     bound: Callable[..., Outputs] = bind_forward(signature(q, k, v), options, **instead)
     return bound
 
 
 def prepare_backward(grads: Grads, saved: Saved, options: Options, **instead: Any) -> Any:
-    """Return what computes the gradients of all tensors with the specs of these.
+    """Return a function that computes gradients for tensors with the same signatures.
 
-    It takes q, k, v, the gradient of o, o, lse, the gradient of lse or None, and extras.
+    It takes q, k, v, grad_o, o, lse, grad_lse or None, and extras.
     """
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     given = (q, k, v, grad_o, o, lse) if grad_lse is None else (q, k, v, grad_o, o, lse, grad_lse)

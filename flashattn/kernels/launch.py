@@ -1,4 +1,4 @@
-"""Launches: a kernel with all of its arguments but the tensors, started as Triton would."""
+"""Launches: a kernel with all of its arguments except the tensors, started as Triton would."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashattn.kernels.constants import INTERPRETED
 from flashattn.kernels.descriptor import DescriptorSpec, Expanded, Form, descriptor_of
 
 _NOTHING = nullcontext()
-# Past torch.cuda's question whether CUDA was initialized, to which a tensor there is the answer.
+# Skips torch.cuda's check that CUDA was initialized: a tensor on the GPU implies that.
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # noqa: SLF001
 
 
@@ -33,13 +33,13 @@ _thread = _Thread()
 
 
 class Launcher(NamedTuple):
-    """Triton's compiled function that starts a kernel, and what it is given.
+    """Triton's compiled function that starts a kernel, and its arguments.
 
     Args:
-        call: the function, of the grid, a stream, ``known``, and all arguments of the kernel.
-        known: what it takes behind the stream.
-        fill: likewise, that makes a tensor map.
-        tiles: of each descriptor, what ``fill`` takes (see ``descriptor.Expanded``).
+        call: the function; it takes the grid, a stream, ``known``, and the kernel's arguments.
+        known: the arguments that follow the stream.
+        fill: Triton's compiled function that makes a tensor map.
+        tiles: for each descriptor, the arguments of ``fill`` (see ``descriptor.Expanded``).
     """
 
     call: Callable[..., None]
@@ -49,9 +49,9 @@ class Launcher(NamedTuple):
 
 
 def launcher_of(compiled: Any) -> Launcher | None:
-    """Return what Triton 3.6 calls in the end, or None where that is not known.
+    """Return the compiled function that Triton 3.6 finally calls, or None where it is unknown.
 
-    What it does in Python before takes the host longer, see docs/tuning-log.md.
+    What Triton does in Python before that call takes the host longer, see docs/tuning-log.md.
     """
     if TRITON != (3, 6):
         return None
@@ -60,7 +60,7 @@ def launcher_of(compiled: Any) -> Launcher | None:
     call = getattr(run, "launch", None)
     if call is None or run.global_scratch_size or run.profile_scratch_size:
         return None
-    if hasattr(call, "__code__"):  # a function in Python, which expands descriptors
+    if hasattr(call, "__code__"):  # a Python function that expands descriptors
         if call.__code__.co_freevars != ("launcher", "tensordesc_indices", "tensordesc_meta"):
             return None
         call, _, metadata = (cell.cell_contents for cell in call.__closure__)
@@ -81,14 +81,14 @@ Operand = torch.Tensor | tuple[torch.Tensor | None, ...] | None  # of a kernel
 
 
 class KernelLaunch:
-    """A kernel with all of its arguments but the tensors, which come first, alone or in tuples.
+    """A kernel with all of its arguments except the tensors, which come first, alone or in tuples.
 
     Args:
-        kernel: what is launched.
-        programs: how many.
+        kernel: the kernel.
+        programs: how many programs are launched.
         numbers: the arguments that follow the tensors, in the kernel's order.
-        options: the others by name, and the compiler's.
-        operands: of the first tensors, each by a descriptor, or None: as it is, like all others.
+        options: the other arguments by name, and those of the compiler.
+        operands: descriptors for the first tensors; with None, and behind them, tensors are passed.
     """
 
     _launcher: Any
@@ -103,7 +103,7 @@ class KernelLaunch:
         options: dict[str, Any],
         operands: Sequence[DescriptorSpec | None] = (),
     ) -> None:
-        """Hold on to it; nothing is compiled yet."""
+        """Keep the arguments; nothing is compiled yet."""
         self._kernel, self._grid = kernel, (programs, 1, 1)
         self._operands, self._numbers, self._options = operands, numbers, options
         self._compiled: Any = None
@@ -115,7 +115,7 @@ class KernelLaunch:
         operands: Sequence[Any]
         if _listened_to():
             self._compiled[self._grid](*self._checked(tensors), *self._rest)
-        elif self._launcher is None:  # as that does, without what it would tell, which takes long
+        elif self._launcher is None:  # as above, but without the slow launch metadata for hooks
             operands = self._described(tensors)
             self._run(*self._grid, self._stream(self._device), *self._known, *operands, *self._rest)
         else:
@@ -124,7 +124,7 @@ class KernelLaunch:
             self._launcher(*self._grid, stream, *self._known, *operands, *self._rest)
 
     def _expand(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return tensors, and in place of descriptors their arguments."""
+        """Return the tensors, with descriptors expanded into their arguments."""
         operands: list[Any] = []
         for x, expanded in zip(tensors, self._expanded, strict=False):
             if expanded is None:
@@ -135,24 +135,24 @@ class KernelLaunch:
         return operands
 
     def _described(self, tensors: Sequence[Operand]) -> list[Any]:
-        """Return tensors, some by descriptors."""
+        """Return the tensors, some as descriptors."""
         operands: list[Any] = list(tensors)
         for i, kind, common in self._descriptors:
             operands[i] = descriptor_of(kind, common, tensors[i])
         return operands
 
     def _checked(self, tensors: Sequence[Operand]) -> list[Any]:
-        """Return likewise, by descriptors that Triton has checked."""
+        """Return the tensors, some as descriptors that Triton has checked."""
         operands: list[Any] = list(tensors)
         for i, form, *lies in self._tiled:
             operands[i] = form.describe(operands[i], *lies)
         return operands
 
     def _first(self, tensors: Sequence[Any]) -> bool:
-        """Keep what Triton compiled, for this launch or an earlier one of its key.
+        """Keep what Triton compiled, for this launch or an earlier one with the same key.
 
         Returns:
-            whether Triton has launched it, too.
+            whether Triton has also launched the kernel.
         """
         operands, tiled = list(tensors), []
         for i, how in enumerate(self._operands):
@@ -189,7 +189,7 @@ class KernelLaunch:
         return earlier is None
 
 
-# Triton keeps the same, as long as its kernels live.
+# Triton itself keeps these for as long as its kernels live.
 _COMPILED: dict[Hashable, tuple[Any, Launcher | None]] = {}
 
 
@@ -199,16 +199,16 @@ def _key(
     options: dict[str, Any],
     forms: tuple[tuple[int, Form], ...],
 ) -> Hashable | None:
-    """Return all by which Triton tells compiled kernels apart, or None where it cannot be asked.
+    """Return the key by which Triton distinguishes compiled kernels, or None if it is unknown.
 
-    Triton's own binder says what it compiles for of each argument: its type, whether it is 1, and
-    whether 16 divides it, or its address. In place of descriptors it gets None.
+    Triton's own binder says how it specializes on each argument: its type, whether it is 1, and
+    whether 16 divides it, or its address. It gets None in place of descriptors.
 
     Args:
-        kernel: what is launched.
-        given: the arguments by position, without descriptors.
-        options: the others.
-        forms: of the descriptors, by their places.
+        kernel: the kernel.
+        given: the positional arguments, with None for descriptors.
+        options: the keyword arguments.
+        forms: of the descriptors, with their positions.
     """
     if INTERPRETED.value:
         return None
@@ -216,32 +216,32 @@ def _key(
         device = driver.active.get_current_device()
         *_, binder = kernel.device_caches[device]
         _, specialization, rest = binder(*given, **options)
-        # What Triton makes part of its own key at each launch; not every version has all of these.
+        # Settings that Triton adds to its own key at each launch; not every version has all.
         settings = (
             knobs.runtime.debug,
             getattr(knobs.compilation, "instrumentation_mode", None),
             getattr(knobs.compilation, "fpsan_homomorphic_casts", None),
         )
-        inspected = knobs.runtime.add_stages_inspection_hook is not None  # answers what it will
+        inspected = knobs.runtime.add_stages_inspection_hook is not None  # may change the key
     except (AttributeError, KeyError, TypeError, ValueError):
         return None  # a Triton with another binder, or a kernel that is not Triton's
     if inspected:
         return None
-    # The binder stands for its kernel, whose hash takes long, and for the device.
+    # The binder identifies the kernel, whose hash takes long, and the device.
     return binder, forms, tuple(specialization), str(rest), settings
 
 
 def _listened_to() -> bool:
-    """Return whether somebody, a profiler, has asked Triton to be told of each launch."""
+    """Return whether a launch hook, such as a profiler's, is registered with Triton."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return getattr(hooks[0], "calls", True) or getattr(hooks[1], "calls", True)
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse what no kernel can run on.
+    """Check that kernels can run on a device.
 
     Raises:
-        ValueError: it is a CPU, and the kernels were compiled, not interpreted.
+        ValueError: it is a CPU, and kernels are compiled, not interpreted.
     """
     if device.type == "cpu" and not INTERPRETED.value:
         msg = f"wanted a CUDA tensor, got {device}; TRITON_INTERPRET=1, set before, interprets"
@@ -251,7 +251,7 @@ def check_device(device: torch.device) -> None:
 def _ensure_context(index: int) -> None:
     """Make a GPU's primary context current, unless this thread has a context.
 
-    CUDA does so at a thread's first launch, but Triton 3.6 makes TMA descriptors before that.
+    CUDA does that at a thread's first launch, but Triton 3.6 makes TMA descriptors earlier.
     """
     cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
     cuda.cuCtxGetCurrent(ctypes.byref(context))
@@ -284,7 +284,7 @@ class Step(NamedTuple):
     """A launch of a plan.
 
     Args:
-        launch: what is launched.
+        launch: the kernel launch.
         operands: names of the tensors that it takes, alone or in tuples; None is no tensor.
     """
 

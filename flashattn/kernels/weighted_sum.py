@@ -1,4 +1,4 @@
-"""The teaching kernels: y = x @ w row by row, and its gradients, tiled over rows and columns."""
+"""Teaching kernels: y = x @ w and its gradients, tiled over rows and columns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def flashattn_weighted_sum_bwd(
 ):
     """Compute grad_x [rows, cols] and a row of partial sums of grad_w for each program.
 
-    A program owns BLOCK_ROWS rows; the partial sums are added up afterwards, in one order.
+    A program owns BLOCK_ROWS rows. The partial sums are added up afterwards, in a fixed order.
     """
     block = tl.program_id(0)
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

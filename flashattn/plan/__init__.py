@@ -1,1 +1,1 @@
-"""Plan: problem, layouts and GPU in, what to launch out. No Triton, no device, no tensor's data."""
+"""Plan: choose what to launch from problem, layouts and GPU, without Triton, device or data."""

@@ -1,4 +1,4 @@
-"""What a bias changes in plans: smaller tiles, copies of a relative one, its gradient."""
+"""Plans with a bias: smaller tiles, copies of a relative bias, and the gradient of a bias."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from flashattn.plan.tile import VECTOR, Tile, block_d
 from flashattn.problem import ALIGNMENT
 from flashattn.score import is_relative
 
-BEHIND = 256  # keys behind the last one that a tile has at most
-MARGIN = 256  # queries, and keys, behind the last ones that two of Hopper's tiles have at most
-FORWARD = Tile(128, 64, 8, 3, descriptors=True)  # beside a bias: with 4 warps it spills
-FORWARD_D = HEAD_DIMS[2:4]  # columns of those it was measured with
-LARGE_BIAS = 128 * 64  # scores of a tile up to which a bias fits beside all stages
+BEHIND = 256  # most keys that a tile has past the last one
+MARGIN = 256  # most queries, and keys, that two of Hopper's tiles have past the last ones
+FORWARD = Tile(128, 64, 8, 3, descriptors=True)  # with a bias; 4 warps would spill
+FORWARD_D = HEAD_DIMS[2:4]  # BLOCK_D for which it was measured
+LARGE_BIAS = 128 * 64  # most scores of a tile whose bias fits beside all stages
 
 
 def shifted(bias: TensorSpec) -> TensorSpec:
-    """Return what kernels read a bias from: of a relative one copies, see ``portable.relative``."""
+    """Return the spec of what kernels read: a bias, or copies of a relative one (``relative``)."""
     if not is_relative(bias):
         return bias
     batch, heads, size = bias.shape
-    length = cdiv(size + BEHIND, 2 * VECTOR) * 2 * VECTOR  # of a multiple of 16 Triton knows it
+    length = cdiv(size + BEHIND, 2 * VECTOR) * 2 * VECTOR  # Triton recognizes multiples of 16
     shape = torch.Size((batch, heads, VECTOR, length))
     return bias._replace(shape=shape, strides=dense_strides(shape), offset=0)
 
 
 def line(bias: TensorSpec) -> TensorSpec:
-    """Return what Hopper's kernels read a relative bias from: fp32 amid zeros, dense."""
+    """Return the spec of a relative bias for Hopper's kernels: dense fp32 between zeros."""
     batch, heads, size = bias.shape
     shape = torch.Size((batch, heads, 1, cdiv(size + 2 * MARGIN, 2 * VECTOR) * 2 * VECTOR))
     strides = dense_strides(shape)
@@ -43,14 +43,14 @@ def line(bias: TensorSpec) -> TensorSpec:
 
 
 def line_workspaces(options: Options) -> tuple[Workspace, ...]:
-    """Return the workspace of that."""
+    """Return the workspace for the ``line`` of a relative bias, if there is one."""
     if options.bias is None or not is_relative(options.bias):
         return ()
     return (Workspace("bias_line", tuple(line(options.bias).shape)),)
 
 
 def vector(bias: TensorSpec | None, seq_kv: int) -> int:
-    """Return how many keys of a bias a thread can load at once: as many as are there or are not."""
+    """Return how many keys of a bias a thread can load at once: all or none are in bounds."""
     if bias is not None and is_relative(bias):
         return VECTOR
     if bias is None or bias.strides[-1] != 1:
@@ -59,14 +59,14 @@ def vector(bias: TensorSpec | None, seq_kv: int) -> int:
 
 
 def bias_workspaces(options: Options) -> tuple[Workspace, ...]:
-    """Return the workspace of the copies of a relative bias."""
+    """Return the workspace for the copies of a relative bias, if there is one."""
     if options.bias is None or not is_relative(options.bias):
         return ()
     return (Workspace("bias_copies", tuple(shifted(options.bias).shape), options.bias.dtype),)
 
 
 def beside_bias(tile: Tile, q: TensorSpec, options: Options) -> Tile:
-    """Return a tile with a stage less where tiles of a bias, pipelined too, would not fit."""
+    """Return the tile, with one stage less where the pipelined tiles of a bias would not fit."""
     if options.bias is None or tile.stages == 1:
         return tile
     large = tile.block_q * tile.block_kv > LARGE_BIAS or block_d(q.shape[3]) >= HEAD_DIMS[-1]
@@ -76,7 +76,7 @@ def beside_bias(tile: Tile, q: TensorSpec, options: Options) -> Tile:
 
 
 def forward_tile(tile: Tile, q: TensorSpec, options: Options) -> Tile:
-    """Return the forward's tile for a full GPU, of half precision if it has descriptors."""
+    """Return the forward's tile for a full GPU: with a bias ``FORWARD``, where it was measured."""
     measured = tile.descriptors and not tile.decomposed and block_d(q.shape[3]) in FORWARD_D
     return FORWARD if options.bias is not None and measured else tile
 
@@ -91,7 +91,7 @@ def shares_bias(q: TensorSpec, k: TensorSpec, options: Options) -> bool:
 def tma_stores(q: TensorSpec, k: TensorSpec, options: Options) -> bool:
     """Return whether TMA can store dS, in q's dtype and aligned rows, as the gradient of a bias.
 
-    With a softcap dS has its slope, which that gradient has not.
+    With a softcap, that dS includes the slope of tanh, but the gradient of a bias does not.
     """
     bias = options.bias
     if bias is None or not options.bias_grad:
@@ -104,13 +104,13 @@ def tma_stores(q: TensorSpec, k: TensorSpec, options: Options) -> bool:
 def dbias_pass(
     q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options, *, tma: bool = False
 ) -> Pass | None:
-    """Return the launch for the gradient of a bias, or None where a pass stores its dS as that.
+    """Return the launch for the gradient of a bias, or None if a pass can store its dS instead.
 
     Args:
         q: its spec.
-        k: likewise.
-        gpu: that runs it.
-        options: what is asked.
+        k: its spec.
+        gpu: the GPU to plan for.
+        options: what the call asks for.
         tma: whether the pass stores by TMA.
     """
     bias, stored = options.bias, not tma or tma_stores(q, k, options)
@@ -128,14 +128,14 @@ def dbias_pass(
 
 
 def dbias_workspaces(dbias: Pass | None, q: TensorSpec, options: Options) -> tuple[Workspace, ...]:
-    """Return the workspace of what that launch gives to the gradient of a relative bias."""
+    """Return the workspace for that launch's parts of the gradient of a relative bias."""
     if dbias is None or options.bias is None or not is_relative(options.bias):
         return ()
     return (Workspace("dbias_partial", (2, *q.shape[:2], options.bias.shape[-1])),)
 
 
 def dbias_tile(head_dim: int, size: int, gpu: Gpu) -> Tile:
-    """Return a square, as sums by distance need it, without much spilling: 64 x 64 as measured.
+    """Return a square tile, as sums by distance need, that spills little: 64 x 64 was measured.
 
     Three stages are the fastest on an H200 and take up to 192 KiB of shared memory. Two, not timed,
     fit in the 99 KiB of a small GPU.
@@ -143,7 +143,7 @@ def dbias_tile(head_dim: int, size: int, gpu: Gpu) -> Tile:
     Args:
         head_dim: D.
         size: bytes of an element of q.
-        gpu: that runs it.
+        gpu: the GPU to plan for.
     """
     if gpu.interpreted:
         return Tile(32, 32, 4, 1)

@@ -1,7 +1,7 @@
 """Choose: every decision between a problem and its launches, in the order in which it is made.
 
-Only the arguments are looked at: no device, no data, no state. Each branch has its sentence, which
-ends up in the plan's ``why``.
+These are pure functions: they read no device, no data and no state. Each branch adds a sentence to
+the plan's ``why``.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def choose(
     """Return how o, lse and the gradients of q, k and v are computed.
 
     Args:
-        problem: what is asked.
-        specs: of q [B, H, T, D], k [B, G, S, D] and v [B, G, S, Dv]; all others are taken to be as
-            PyTorch would allocate them.
-        gpu: that runs it.
+        problem: the attention to plan.
+        specs: of q [B, H, T, D], k [B, G, S, D] and v [B, G, S, Dv]; the other tensors are assumed
+            to have the layout that PyTorch would give them.
+        gpu: the GPU to plan for.
         scale: factor on the scores; None is D ** -0.5.
         precision: of fp32 products, see ``precision.input_precision``.
         deterministic: see ``Options``.
         family: see ``Options``.
-        bias: where the problem has one; None is a dense one of q's dtype.
+        bias: spec of the problem's bias; None assumes a dense one in q's dtype.
 
     Raises:
-        ValueError: the kernels cannot solve the problem, or precision or scale is none.
+        ValueError: the kernels cannot solve the problem, or precision or scale is invalid.
     """
     dtype = problem.torch_dtype
     reason = why_not_portable(dtype, problem.head_dim)
@@ -100,14 +100,14 @@ def choose_forward(
 
     Args:
         specs: of q, k and v.
-        gpu: that runs it.
-        options: what is asked.
-        tile: instead of the table's.
-        row: of the table, whose way to split keys such a tile has.
-        num_splits: of the keys, at most, instead of what fills the GPU.
+        gpu: the GPU to plan for.
+        options: what the call asks for.
+        tile: a tile to use instead of the table's.
+        row: the table's row whose rule for splitting keys applies to this tile.
+        num_splits: the most splits of the keys, instead of as many as fill the GPU.
 
     Raises:
-        ValueError: Hopper's kernels are asked for, and cannot.
+        ValueError: Hopper's kernels were asked for, and cannot run it.
     """
     q, k, v = specs
     if 0 in q.shape or k.shape[2] == 0:
@@ -153,12 +153,12 @@ def choose_backward(
 
     Args:
         specs: of q, k, v, grad_o, o, lse, and grad_lse where there is one.
-        gpu: that runs it.
-        options: what is asked.
-        tile: of Hopper's kernels, instead of the table's.
+        gpu: the GPU to plan for.
+        options: what the call asks for.
+        tile: a tile for Hopper's kernels to use instead of the table's.
 
     Raises:
-        ValueError: Hopper's kernels are asked for, and cannot.
+        ValueError: Hopper's kernels were asked for, and cannot run it.
     """
     q, k, v, grad_o, *_ = specs
     if 0 in q.shape or 0 in k.shape:
@@ -194,7 +194,7 @@ def choose_backward(
 def _hopper_first(
     q: TensorSpec, options: Options, faster: Callable[[], tuple[bool, str]], *, backward: bool
 ) -> tuple[bool, list[str]]:
-    """Return whether Hopper's kernels are asked first, and why; "auto" asks what is faster."""
+    """Return whether to try Hopper's kernels, and why; "auto" tries them if they are faster."""
     pays, *why = faster() if options.family == "auto" else (options.family == "hopper",)
     if not pays:
         return False, why
@@ -211,10 +211,10 @@ def _hopper_first(
 
 
 def _portable_instead(reason: str, options: Options) -> str:
-    """Return the sentence that says why a pass is left to the portable kernels.
+    """Return the sentence that says why the portable kernels run a pass.
 
     Raises:
-        ValueError: Hopper's are asked for.
+        ValueError: Hopper's kernels were asked for.
     """
     if options.family == "hopper":
         raise ValueError(f"hopper: {reason}")
@@ -222,7 +222,7 @@ def _portable_instead(reason: str, options: Options) -> str:
 
 
 def padded_specs(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return specs, those of ``OF_VALUES`` as of dense tensors as wide as q."""
+    """Return specs, with the tensors of ``OF_VALUES`` widened to q's columns."""
     return [
         x.widened(specs[0].shape[3]) if name in OF_VALUES else x
         for name, x in zip(NAMES, specs, strict=False)
@@ -230,14 +230,14 @@ def padded_specs(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
 
 
 def _bias(problem: Problem, q: TensorSpec) -> TensorSpec | None:
-    """Return the spec of the bias that a problem asks for, dense and in q's dtype."""
+    """Return the spec of the problem's bias, dense and in q's dtype, or None."""
     if problem.bias_shape is None:
         return None
     return q._replace(shape=torch.Size(problem.bias_shape)).copied()
 
 
 def _not_read(specs: Sequence[TensorSpec], options: Options) -> tuple[str, ...]:
-    """Return the names of tensors that must be copied: no kernel, or not Hopper's, reads them."""
+    """Return the names of tensors to copy, because the kernels cannot read their layout."""
     tma = options.family == "hopper" and specs[0].dtype != torch.float32
     names = [
         name
@@ -249,7 +249,7 @@ def _not_read(specs: Sequence[TensorSpec], options: Options) -> tuple[str, ...]:
 
 
 def copied(specs: Sequence[TensorSpec], names: Sequence[str]) -> list[TensorSpec]:
-    """Return specs, those of some names as of copies."""
+    """Return specs, with the named tensors replaced by their copies."""
     found = list(specs)
     for i in map(NAMES.index, names):
         found[i] = found[i].rewritten()

@@ -1,4 +1,4 @@
-"""Gpu: what a plan depends on of a device and its compiler."""
+"""Gpu: the properties of a device and its compiler on which a plan depends."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Gpu:
 
     @property
     def interpreted(self) -> bool:
-        """Whether it is Triton's interpreter."""
+        """Return whether it is Triton's interpreter."""
         return self.capability == (0, 0)
 
 
-Gpu.INTERPRETER = Gpu((0, 0), 1)  # so that small problems have more programs than it has SMs
+Gpu.INTERPRETER = Gpu((0, 0), 1)  # one SM: small problems have more programs
 CARDS = {
     "A100": Gpu((8, 0), 108),
     "H100": Gpu((9, 0), 132),

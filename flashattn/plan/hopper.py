@@ -1,4 +1,4 @@
-"""Which tiles and schedules the Hopper kernels take, and where they beat the portable ones."""
+"""Choose the tiles and schedules of Hopper's kernels, and where they replace portable ones."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ Of = TypeVar("Of")
 
 
 def columns(head_dim: int) -> int:
-    """Return the columns that are multiplied."""
+    """Return the number of columns that Hopper's kernels multiply."""
     return sum(head_dim_split(head_dim))
 
 
 def _from(
     table: Mapping[tuple[int, bool], Mapping[int, Of]], head_dim: int, queries: int, *, causal: bool
 ) -> Of | None:
-    """Return the entry of a table for so many columns and queries."""
+    """Return a table's entry for a head dimension and a number of queries, or None."""
     found = table.get((columns(head_dim), causal))
     return found[max(least for least in found if least <= queries)] if found else None
 
@@ -66,7 +66,7 @@ def _up_to(table: Mapping[tuple[int, bool], Of], head_dim: int, *, causal: bool)
 
 
 def _longest_window(table: Mapping[int, int], q: TensorSpec) -> int:
-    """Return the keys of a window up to which the portable kernels are faster; never in fp32."""
+    """Return the longest window for which the portable kernels are faster; 0 in fp32."""
     if q.dtype == torch.float32:
         return 0
     return next((keys for d, keys in table.items() if q.shape[3] <= d), 0)
@@ -122,7 +122,7 @@ def backward_pays(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> t
 
 
 def takes_values(q: TensorSpec, v: TensorSpec) -> bool:
-    """Return whether Hopper's kernels take values of v's width."""
+    """Return whether Hopper's kernels support values of v's width."""
     head_dim, value_dim = q.shape[3], v.shape[3]
     if q.dtype == torch.float32 or value_dim * v.dtype.itemsize % ALIGNMENT:
         return value_dim == head_dim
@@ -131,7 +131,7 @@ def takes_values(q: TensorSpec, v: TensorSpec) -> bool:
 
 
 def sums_values(q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options) -> bool:
-    """Return whether dv is as wide as dk or needs no partial sums, which have one width."""
+    """Return whether dv is as wide as dk, or needs no partial sums (which have k's width)."""
     return v.shape == k.shape or _d256_splits(q, k, gpu, options) == 1
 
 
@@ -155,7 +155,7 @@ def forward_tile(
         # A wave takes 4/3 of the time with three consumers, which share its prologue.
         return min(small_grid, key=lambda tile: waves(tile) * (tile.consumers + 1))
     found = _from(rows.FORWARD, head_dim, seq_q, causal=causal)
-    # Beside what is added to scores, three consumers have too few registers each.
+    # With ALiBi or a bias, three consumers have too few registers each.
     return replace(found, consumers=2) if found and added else found
 
 
@@ -168,7 +168,7 @@ def tile_of_bias(tile: HopperTile, head_dim: int) -> HopperTile:
 def forward(
     q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options, tile: object = None
 ) -> ForwardPlan | str:
-    """Return the plan of Hopper's forward, or why there is none; as in ``choose_forward``."""
+    """Return the plan of Hopper's forward, or why there is none; args as in ``choose_forward``."""
     if q.dtype == torch.float32:
         return _forward_fp32(q, k, v, gpu, options)
     found: HopperTile | None = rows.NARROW_FORWARD
@@ -187,8 +187,8 @@ def forward(
     tiles = cdiv(seq_q, found.block_q) * batch * heads
     programs = min(gpu.num_sms, tiles)
     dynamic = options.causal and programs < tiles
-    row = (head_dim + v.shape[3]) * q.dtype.itemsize  # of a key and its values
-    kept = options.reach(k.shape[2]) * row * k.shape[1] / heads  # of a query head at a time
+    row = (head_dim + v.shape[3]) * q.dtype.itemsize  # bytes of a key and its value
+    kept = options.reach(k.shape[2]) * row * k.shape[1] / heads  # bytes per query head
     scheduler = Scheduler(
         "lpt" if options.causal else "linear",
         persistent=True,
@@ -208,7 +208,7 @@ def forward(
 
 
 def _terms(kernel: Kernel, inputs: Sequence[TensorSpec], gpu: Gpu, options: Options) -> int | str:
-    """Return how many bf16 terms fp32 is decomposed into, "hopper"'s always, or why it is not."""
+    """Return into how many bf16 terms fp32 is decomposed (always for "hopper"), or why not."""
     precision, q = options.precision, inputs[0]
     if block_d(q.shape[3]) not in rows.FP32_D:
         return "fp32 takes 33 to 128 columns"
@@ -282,9 +282,9 @@ def backward(
 
 
 def row_names(options: Options) -> tuple[str, str]:
-    """Return what the backward for D up to 128 reads of each row.
+    """Return the names of the row statistics that the backward for D up to 128 reads.
 
-    A softcap bends scores before lse is subtracted, so that no product can.
+    Without a softcap, a product subtracts lse. A softcap is applied to scores before that.
     """
     return "minus_lse" if options.softcap is None else "lse_log2", "minus_delta"
 
@@ -302,7 +302,7 @@ def _backward_half(
     accumulators = 1
     if (
         deterministic and causal and options.left is None and not options.bounds
-    ):  # else few queue for a tile
+    ):  # otherwise few programs queue for a tile
         of_keys = batch * kv_heads * splits
         accumulators = dq_accumulators(of_keys, blocks, gpu.num_sms, head_dim=head_dim)
     query_tiles = cdiv(seq_q, block_q)

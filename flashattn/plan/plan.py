@@ -1,4 +1,4 @@
-"""Plans: what was decided, as data that prints."""
+"""Plans: all decisions for an attention, as data that can be printed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ WHOLE = Split(1, 0)
 
 
 class Workspace(NamedTuple):
-    """Memory that launches pass on to later ones, or that programs share.
+    """Temporary memory that launches pass on to later ones, or that programs share.
 
     Args:
         name: what it holds.
         shape: its sizes.
         dtype: its dtype.
-        zeroed: whether it must be zero at first.
+        zeroed: whether it must be filled with zeros first.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Scheduler(NamedTuple):
     """The order in which programs take tiles.
 
     Args:
-        order: "lpt", those with the most visible pairs first, or "linear".
-        persistent: whether a program takes several tiles.
-        dynamic: whether it draws the next one from a counter.
-        section: heads that are started together, so that their tiles share the L2 cache.
+        order: "lpt", longest processing time first, by visible pairs; or "linear".
+        persistent: whether a program computes several tiles.
+        dynamic: whether a program draws its next tile from a counter.
+        section: heads that are scheduled together, so that their tiles share the L2 cache.
     """
 
     order: Literal["linear", "lpt"] = "linear"
@@ -51,7 +51,7 @@ class Scheduler(NamedTuple):
     section: int = 1
 
     def __str__(self) -> str:
-        """Return what differs from one program a tile in linear order."""
+        """Return the order, and the options that are set."""
         words = [self.order, "persistent" * self.persistent, "dynamic" * self.dynamic]
         words += [f"sections of {self.section} heads"] * (self.section > 1)
         return ", ".join(filter(None, words))
@@ -62,19 +62,19 @@ class ForwardPlan(NamedTuple):
 
     Args:
         kernel: "none" where no query sees a key; "portable", "sm90", or "sm90_fp32".
-        tile: of the kernel.
+        tile: the kernel's tile.
         precision: as ``precision.input_precision`` returns it.
-        terms: bf16 terms that fp32 is decomposed into by a launch of its own; 0: it is not.
-        split: of the keys (split-KV).
+        terms: bf16 terms into which a separate launch decomposes fp32; 0 if there is none.
+        split: how the keys are split (split-KV).
         pack_gqa: whether the query heads that share keys are rows of one tile.
-        keys: that a packed query sees.
-        programs: that are launched.
+        keys: keys that a packed query sees.
+        programs: number of programs.
         scheduler: the order of tiles.
         copies: inputs that are copied first.
-        padded: whether values, narrower than keys, are padded with zeros to their width.
-        counters: zeros that programs share, and leave zero: of tiles that are drawn, or of splits.
+        padded: whether values are narrower than keys, and are padded with zeros to their width.
+        counters: shared counters, 0 before and after, that hand out tiles or count splits.
         workspaces: memory besides the outputs.
-        why: one sentence a decision.
+        why: one sentence for each decision.
     """
 
     kernel: Literal["none", "portable", "sm90", "sm90_fp32"]
@@ -93,12 +93,12 @@ class ForwardPlan(NamedTuple):
     why: tuple[str, ...] = ()
 
     def after(self, why: Sequence[str]) -> ForwardPlan:
-        """Return it with earlier decisions; ``_replace`` takes the host twice as long."""
+        """Put earlier reasons before the plan's; ``_replace`` takes the host twice as long."""
         return ForwardPlan(*self[:-1], (*why, *self.why)) if why else self
 
     @property
     def loads(self) -> str:
-        """How tiles of q, k and v come to shared memory."""
+        """Return how tiles of q, k and v are loaded to shared memory."""
         tma = not isinstance(self.tile, Tile) or self.tile.descriptors
         return "tma" if tma else "pointers"
 
@@ -121,11 +121,11 @@ class Pass(NamedTuple):
     """A launch of the backward.
 
     Args:
-        kernel: which.
-        tile: of it.
-        programs: of dk and dv, of dq, or of both.
-        splits: likewise, of the queries and of the keys that these walk over.
-        terms: bf16 terms of its fp32 inputs; 0: they are not decomposed.
+        kernel: its name.
+        tile: its tile.
+        programs: number of programs for dk and dv, for dq, or for both.
+        splits: likewise, how the queries or keys that programs walk over are split.
+        terms: bf16 terms of its fp32 inputs; 0 if they are not decomposed.
     """
 
     kernel: str
@@ -135,7 +135,7 @@ class Pass(NamedTuple):
     terms: int = 0
 
     def __str__(self) -> str:
-        """Return its numbers in a line."""
+        """Return the launch on one line."""
         loads = "tma"
         if isinstance(self.tile, Tile):
             loads = "tma" if self.tile.descriptors else "pointers"
@@ -150,17 +150,17 @@ class BackwardPlan(NamedTuple):
     Args:
         kernel: "none", "portable", "sm90", "sm90_d256", or "sm90_fp32".
         passes: its launches, without preprocess, decomposition, reductions and postprocess.
-        dbias: the launch for the gradient of a bias that several scores share, if it is wanted.
+        dbias: the separate launch for the gradient of a bias, or None if there is none.
         precision: as ``precision.input_precision`` returns it.
-        dq: how it is summed: "two_pass", by programs that own queries; "semaphore", by programs
+        dq: how dq is summed: "two_pass", by programs that own queries; "semaphore", by programs
             that own keys, in a fixed order; "atomic", in any order.
-        dq_accumulators: workspaces that these add to.
+        dq_accumulators: dQ accumulators that programs add to.
         gqa_splits: programs among which the query heads of a tile of keys are divided.
         scheduler: the order of tiles.
         copies: inputs that are copied first.
-        padded: whether values, o and its gradient, narrower than keys, are padded with zeros.
+        padded: whether v, o and grad_o are narrower than keys, and are padded with zeros.
         workspaces: memory besides the outputs.
-        why: one sentence a decision.
+        why: one sentence for each decision.
     """
 
     kernel: Literal["none", "portable", "sm90", "sm90_d256", "sm90_fp32"]
@@ -178,7 +178,7 @@ class BackwardPlan(NamedTuple):
 
     @property
     def terms(self) -> int:
-        """Bf16 terms that fp32 is decomposed into by a launch of its own; 0: it is not."""
+        """Return the bf16 terms into which a separate launch decomposes fp32; 0 if none does."""
         return max((x.terms for x in self.passes), default=0)
 
     def __str__(self) -> str:
@@ -198,13 +198,13 @@ class BackwardPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Both passes of an attention."""
+    """The plans of both passes of an attention."""
 
     forward: ForwardPlan
     backward: BackwardPlan
 
     def __str__(self) -> str:
-        """Return both."""
+        """Return both plans in lines."""
         return f"{self.forward}\n{self.backward}"
 
 

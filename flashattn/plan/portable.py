@@ -1,4 +1,4 @@
-"""Which tiles and splits the portable kernels take."""
+"""Choose the tiles and splits of the portable kernels."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from flashattn.plan.spec import Options, TensorSpec
 from flashattn.plan.splits import Split, cdiv, num_splits, split
 from flashattn.plan.tile import Tile, block_d
 
-TERMS_COLUMNS = 8  # of a row's three bf16 terms: 16 bytes, the least that a descriptor takes
-COMBINED_BY_LAST = 4096  # numbers of a tile up to which its last split combines all
-ROW_PADDING = 256  # rows of lse_log2 and delta are padded to whole tiles, whatever the tile
+TERMS_COLUMNS = 8  # for a row's three bf16 terms: 16 bytes, the least that a descriptor takes
+COMBINED_BY_LAST = 4096  # most elements of a tile whose last split combines all splits
+ROW_PADDING = 256  # lse_log2 and delta are padded to whole tiles of any size
 STATS_BLOCK = 64  # rows of o and dO that a program of the preprocess reduces
 
 
 def padded_rows(seq_q: int) -> int:
-    """Return how many numbers of lse_log2 and delta a head has."""
+    """Return the length of lse_log2 and delta of a head, with padding."""
     return cdiv(seq_q, ROW_PADDING) * ROW_PADDING
 
 
 def scores(q: TensorSpec, k: TensorSpec, limits: Limits) -> int:
-    """Return how many scores there are, as ``Limits`` counts them."""
+    """Count the scores as ``Limits`` does: a head has at least ``least_q`` queries."""
     batch, heads, seq_q, _ = q.shape
     return batch * heads * max(seq_q, limits.least_q) * k.shape[2]
 
@@ -44,10 +44,10 @@ def scores(q: TensorSpec, k: TensorSpec, limits: Limits) -> int:
 def finder(
     *inputs: TensorSpec, gpu: Gpu, causal: bool, precision: str
 ) -> Callable[[Kernel], Tile | None]:
-    """Return what finds the table's tile of a kernel for q, k and others, or None: it has none.
+    """Return a function that finds a kernel's tile in the table for these inputs, or None.
 
     The tile has descriptors only if all inputs are TMA-compatible and there are enough scores; in
-    fp32, only if they are worth decomposing beforehand.
+    fp32, only if the inputs are worth decomposing beforehand.
     """
     rows, (q, k) = tables.rows_of(gpu), inputs[:2]
     limits, enough = rows.limits, scores(q, k, rows.limits)
@@ -78,7 +78,7 @@ def tile_of(kernel: Kernel, *inputs: TensorSpec, gpu: Gpu, causal: bool, precisi
 
 
 def terms_of(tile: Tile, dtype: torch.dtype, precision: str) -> int:
-    """Return how many bf16 terms a tile's operands arrive as; 0: as they are."""
+    """Return how many bf16 terms a tile's operands arrive as; 0 if not decomposed."""
     return TERMS.get(precision, 0) if tile.decomposed and dtype == torch.float32 else 0
 
 
@@ -90,7 +90,7 @@ def decomposed(x: TensorSpec, terms: int) -> TensorSpec:
 
 
 def terms_workspaces(terms: int, **inputs: TensorSpec) -> tuple[Workspace, ...]:
-    """Return the workspaces that bf16 terms of inputs need."""
+    """Return the workspaces for the bf16 terms of inputs."""
     if not terms:
         return ()
     return tuple(
@@ -102,7 +102,7 @@ def terms_workspaces(terms: int, **inputs: TensorSpec) -> tuple[Workspace, ...]:
 def packed(
     q: TensorSpec, k: TensorSpec, v: TensorSpec, seen: int
 ) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
-    """Return q with the heads that share keys as rows, and the keys and values that it sees."""
+    """Return q with the heads that share keys as rows, and its first ``seen`` keys and values."""
     k, v = (x._replace(shape=torch.Size((*x.shape[:2], seen, x.shape[3]))) for x in (k, v))
     return packed_rows(q, k.shape[1]), k, v
 
@@ -116,7 +116,7 @@ def packed_rows(x: TensorSpec, kv_heads: int) -> TensorSpec:
 
 
 def programs_of(q: TensorSpec, tile: Tile) -> int:
-    """Return how many programs own a tile of queries each."""
+    """Return the number of programs, each of which owns a tile of queries."""
     batch, heads, seq_q, _ = q.shape
     return cdiv(seq_q, tile.block_q) * batch * heads
 
@@ -124,7 +124,7 @@ def programs_of(q: TensorSpec, tile: Tile) -> int:
 def forward_row(
     q: TensorSpec, k: TensorSpec, v: TensorSpec, gpu: Gpu, options: Options
 ) -> tuple[Kernel, Tile, str]:
-    """Return the row of the table, its tile, and why."""
+    """Return the name of the table's row, its tile, and the reason."""
     rows, causal = tables.rows_of(gpu), options.causal
     limits = rows.limits
     find = finder(q, k, v, gpu=gpu, causal=causal, precision=options.precision)
@@ -152,7 +152,7 @@ def forward_row(
 def kv_splits(
     row: Kernel, q: TensorSpec, k: TensorSpec, tile: Tile, gpu: Gpu, options: Options
 ) -> int:
-    """Return into how many parts a forward splits the keys, at most."""
+    """Return the most splits of the keys in a forward."""
     limits, programs = tables.rows_of(gpu).limits, programs_of(q, tile)
     if row == "fwd_short_kv" or options.window_keys <= limits.window:
         return 1
@@ -228,8 +228,8 @@ def backward(
     """Return the plan of the portable backward: one launch, fused passes, or two passes."""
     inputs, rows = (q, k, v, grad_o), tables.rows_of(gpu)
     causal, precision = options.causal, options.precision
-    # A softcap keeps a tile of tanh, what is added to scores has addresses of its own: only the
-    # tiles without a mask leave registers for these.
+    # A softcap keeps a tile of tanh; ALiBi and a bias need addresses. Only the tiles for problems
+    # without a mask leave registers for these.
     masked = causal and options.softcap is None and not options.added
     how: dict[str, Any] = {"gpu": gpu, "causal": masked, "precision": precision}
     find = finder(*inputs, **how)
@@ -280,19 +280,19 @@ def backward(
 
 
 def needs_stats(q: TensorSpec, k: TensorSpec, options: Options) -> bool:
-    """Return whether others than dq, dk and dv need lse_log2 and delta."""
+    """Return whether gradients besides dq, dk and dv need lse_log2 and delta."""
     return options.sink > 0 or shares_bias(q, k, options)
 
 
 def dsink_workspaces(q: TensorSpec, options: Options) -> tuple[Workspace, ...]:
-    """Return the workspace of what some rows each give to the gradient of sinks."""
+    """Return the workspace for partial gradients of sinks, one for each block of rows."""
     if not options.sink:
         return ()
     return (Workspace("dsink_partial", (*q.shape[:2], padded_rows(q.shape[2]) // STATS_BLOCK)),)
 
 
 def small_grid(q: TensorSpec, k: TensorSpec, tile: Tile, gpu: Gpu, precision: str) -> bool:
-    """Return whether both passes are so few programs that they are faster in one launch."""
+    """Return whether both passes have so few programs that one launch is faster."""
     limits = tables.rows_of(gpu).limits
     most = limits.fused
     if block_d(q.shape[3]) >= limits.decomposed_head_dim and terms_of(tile, q.dtype, precision):
@@ -303,7 +303,7 @@ def small_grid(q: TensorSpec, k: TensorSpec, tile: Tile, gpu: Gpu, precision: st
 
 
 def tiles_owned(kernel: str, q: TensorSpec, k: TensorSpec, blocks: tuple[int, int]) -> int:
-    """Return the tiles that programs own: of keys, for "bwd_dkdv", or of queries."""
+    """Return the number of tiles that programs own: of keys for "bwd_dkdv", else of queries."""
     x, block = (k, blocks[1]) if kernel == "bwd_dkdv" else (q, blocks[0])
     batch, heads, rows, _ = x.shape
     return cdiv(rows, block) * batch * heads
@@ -319,16 +319,16 @@ def walk(
     most: int | None = None,
     together: int | None = None,
 ) -> tuple[int, Split]:
-    """Return how many programs own tiles, and how what they walk over is split.
+    """Return the number of programs, and how the rows that they walk over are split.
 
     Args:
         kernel: "bwd_dkdv", whose programs own keys, or "bwd_dq".
         q: [B, H, T, D].
         k: [B, G, S, D].
-        blocks: queries of a tile, and keys.
-        gpu: that runs it.
-        most: splits, instead of what fills the GPU.
-        together: programs of both passes, where they share a launch.
+        blocks: queries and keys of a tile.
+        gpu: the GPU to plan for.
+        most: the most splits, instead of as many as fill the GPU.
+        together: programs of both passes before splitting, if they share a launch.
     """
     rows, block = (q.shape[2], blocks[0]) if kernel == "bwd_dkdv" else (k.shape[2], blocks[1])
     programs = tiles_owned(kernel, q, k, blocks)
@@ -350,13 +350,13 @@ def backward_pass(
     """Return the launch of one portable kernel of the backward.
 
     Args:
-        kernel: which.
+        kernel: its name.
         inputs: specs of q, k, v and grad_o.
-        gpu: that runs it.
+        gpu: the GPU to plan for.
         causal: whether there is a mask.
         precision: as ``precision.input_precision`` returns it.
-        tile: instead of the table's.
-        most: splits, instead of what fills the GPU.
+        tile: a tile to use instead of the table's.
+        most: the most splits, instead of as many as fill the GPU.
     """
     tile = tile or tile_of(kernel, *inputs, gpu=gpu, causal=causal, precision=precision)
     q, k, blocks = inputs[0], inputs[1], (tile.block_q, tile.block_kv)
@@ -370,7 +370,7 @@ def backward_pass(
 def row_workspaces(
     q: TensorSpec, names: tuple[str, str] = ("lse_log2", "delta")
 ) -> tuple[Workspace, ...]:
-    """Return the workspaces that the preprocess fills: "minus_" has terms, others have numbers."""
+    """Return the workspaces that the preprocess fills; those named "minus_" hold bf16 terms."""
     rows = (q.shape[0] * q.shape[1], padded_rows(q.shape[2]))
     return tuple(
         Workspace(name, (*rows, TERMS_COLUMNS), torch.bfloat16)
@@ -381,7 +381,7 @@ def row_workspaces(
 
 
 def partials(num: int, **grads: TensorSpec) -> tuple[Workspace, ...]:
-    """Return the workspaces of gradients that are written in parts."""
+    """Return the workspaces for gradients that splits write as partial sums."""
     shapes = {name: (num * x.shape[0], *x.shape[1:]) for name, x in grads.items() if num > 1}
     return tuple(Workspace(f"{name}_partial", shape) for name, shape in shapes.items())
 
@@ -389,7 +389,7 @@ def partials(num: int, **grads: TensorSpec) -> tuple[Workspace, ...]:
 def backward_workspaces(
     passes: tuple[Pass, ...], q: TensorSpec, k: TensorSpec, v: TensorSpec, grad_o: TensorSpec
 ) -> tuple[Workspace, ...]:
-    """Return the workspaces of passes that own keys, queries, or both."""
+    """Return the workspaces of the passes, whose programs own keys, queries, or either."""
     of_queries, of_keys = [x for one in passes for x in one.splits]
     terms = max(x.terms for x in passes)
     return (

@@ -1,4 +1,4 @@
-"""Rows: what a table of tiles and thresholds consists of."""
+"""Rows: the types that make up a table of tiles and thresholds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal
 
 from flashattn.plan.tile import Tile
 
-# fwd_small_grid: for few programs; fwd_short_kv: for fewer still, over keys so few that nobody
-# splits them; decode: for few queries. bwd_fused: both passes side by side, for small grids;
-# bwd_one_launch: the preprocess, too, in one launch.
+# fwd_small_grid: for few programs; fwd_short_kv: for fewer still, and too few keys to split;
+# decode: for few queries. bwd_fused: both passes side by side in one launch, for small grids;
+# bwd_one_launch: the preprocess, too, in that launch.
 Kernel = Literal[
     "fwd",
     "fwd_small_grid",
@@ -24,7 +24,7 @@ Kernel = Literal[
 FUSED: frozenset[Kernel] = frozenset({"bwd_fused", "bwd_one_launch"})
 OPTIONAL: frozenset[Kernel] = FUSED | {"fwd_small_grid", "fwd_short_kv"}  # a table may lack them
 FP32 = 4  # bytes
-HEAD_DIMS = (16, 32, 64, 128, 256)  # that kernels compute in
+HEAD_DIMS = (16, 32, 64, 128, 256)  # values of BLOCK_D
 
 # What selects a tile: kernel, bytes per element, BLOCK_D, causal, and whether inputs are
 # TMA-compatible, or fp32 and worth decomposing beforehand.
@@ -32,8 +32,8 @@ Key = tuple[Kernel, int, int, bool, bool]
 Table = dict[Key, Tile]
 # block_q, block_kv, warps, stages; and registers, where they are limited.
 TileNumbers = tuple[int, int, int, int] | tuple[int, int, int, int, int]
-# Programs for each SM that a split may make, and tiles, or keys, that a part has at least; the
-# finest split counts.
+# Pairs (most programs per SM after splitting, fewest tiles or keys of a split); the pair with the
+# most splits counts.
 SplitTargets = tuple[tuple[int, int], ...]
 
 
@@ -44,7 +44,7 @@ def rows(
     decomposed: bool = False,
     aligned: bool = False,
 ) -> Table:
-    """Spell out rows (kernel, bytes, BLOCK_D): one tile, or one for full and one for causal.
+    """Expand rows (kernel, bytes, BLOCK_D) of one tile, or of one unmasked and one causal tile.
 
     Args:
         tiles: the rows.
@@ -66,32 +66,31 @@ def rows(
 class Limits:
     """Thresholds between ways to launch the portable kernels, as measured on an H200.
 
-    ``decode_shared`` was measured on an H100: about half of its shared memory. A count of scores
-    takes a head to have ``least_q`` queries.
+    ``decode_shared`` was measured on an H100: about half of its shared memory.
 
     Args:
-        least_q: likewise.
-        pointers: scores up to which tiles are loaded by pointers: a host takes 3 us to make a
+        least_q: queries that a head has at least when scores are counted.
+        pointers: scores up to which tiles are loaded by pointers: the host takes 3 us to make a
             descriptor, longer than such problems keep the GPU busy.
-        decompose_forward: scores from which on fp32 is decomposed beforehand in the forward; fewer
-            do not pay for one more launch.
+        decompose_forward: scores above which the forward decomposes fp32 beforehand; fewer do not
+            pay for one more launch.
         decompose_backward: likewise in the backward, where both passes then share a launch.
         one_launch: scores up to which the backward is one launch.
-        decode_q: queries up to which the tiles for decoding are taken.
-        decode_shared: bytes of the tiles in flight up to which two such programs share an SM; keys
-            are then split for as many, in two tiles or more.
-        short_kv: keys up to which nobody splits them, if all programs run at once.
-        window: keys of a window up to which it is short, and nobody splits them.
-        small_grid: forward programs for each SM up to which a grid is small.
-        small_grid_causal: likewise under a mask, of heads up to ``small_grid_head_dim`` columns.
-        small_grid_head_dim: likewise.
+        decode_q: queries up to which the decode tiles are used.
+        decode_shared: bytes of tiles in flight up to which two decode programs fit an SM. Keys are
+            then split for two programs per SM, with at least two tiles in a split.
+        short_kv: keys up to which they are not split, if all programs run at once.
+        window: keys up to which a window is short, and its keys are not split.
+        small_grid: forward programs per SM up to which a grid is small.
+        small_grid_causal: likewise under a mask, for up to ``small_grid_head_dim`` columns.
+        small_grid_head_dim: see ``small_grid_causal``.
         small_grid_split: how a small grid splits keys, in keys.
         small_grid_split_causal: likewise under a mask, if several programs fit an SM.
-        one_per_sm: columns from which on only one does.
-        fused: programs of both backward passes for each SM, up to which they share a launch.
-        fused_decomposed: likewise of decomposed fp32, from ``decomposed_head_dim`` columns on.
-        decomposed_head_dim: likewise.
-        split: how others split what they walk over, by kernel, in tiles.
+        one_per_sm: columns from which on only one program fits an SM.
+        fused: programs of both backward passes per SM up to which they share a launch.
+        fused_decomposed: likewise for decomposed fp32, from ``decomposed_head_dim`` columns on.
+        decomposed_head_dim: see ``fused_decomposed``.
+        split: how other kernels split the rows that they walk over, in tiles.
     """
 
     least_q: int = 64
@@ -124,14 +123,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Rows:
-    """All that a GPU's table holds.
+    """The table of a GPU.
 
     Args:
         tiles: of the portable kernels.
-        tf32: where TF32 will do, tiles by (kernel, BLOCK_D): of one product, and of three products
-            of two bf16 terms.
-        window: in place of tiles that load half precision by descriptors, those for short windows,
-            by (kernel, BLOCK_D).
+        tf32: tiles where TF32 is allowed, by (kernel, BLOCK_D): for one TF32 product, and for three
+            products of two bf16 terms.
+        window: tiles for short windows, by (kernel, BLOCK_D); they replace tiles that load half
+            precision by descriptors.
         limits: thresholds.
     """
 

@@ -1,4 +1,4 @@
-"""TensorSpec and Options: all that a plan depends on, besides the GPU."""
+"""TensorSpec and Options: everything that a plan depends on besides the GPU."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 
 from flashattn.problem import ALIGNMENT
 
-OF_VALUES = ("v", "o", "grad_o", "dv")  # names of tensors that have Dv columns, not D
-ROWS_AND_COLUMNS = 4  # dimensions of what is no statistic of rows
+OF_VALUES = ("v", "o", "grad_o", "dv")  # tensors with Dv columns instead of D
+ROWS_AND_COLUMNS = 4  # dimensions of all tensors but row statistics
 Family = Literal["auto", "triton", "hopper"]
 Signature = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
 
 
 class TensorSpec(NamedTuple):
-    """Layout of a tensor; tensors with the same specs share a plan.
+    """Layout of a tensor; tensors with equal specs share a plan.
 
-    Some answers are kept: tensors of one call often lie alike.
+    Some results are cached, because the tensors of one call often have the same layout.
 
     Args:
         shape: its sizes.
         strides: its strides, in elements.
         dtype: its dtype.
         device: its device.
-        offset: bytes from its address down to a multiple of 16.
+        offset: its address modulo 16, in bytes.
     """
 
     shape: torch.Size
@@ -45,13 +45,13 @@ class TensorSpec(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether rows are dense, as every kernel wants them; so are those of an empty tensor."""
+        """Return whether rows are dense, as every kernel requires; empty tensors count as dense."""
         return self.strides[-1] == 1 or self.shape[-1] == 1 or 0 in self.shape
 
     @property
     @lru_cache  # noqa: B019 - of specs, which are small
     def tma_compatible(self) -> bool:
-        """Whether TMA can address it: aligned, no stride 0, dense in the last dimension."""
+        """Return whether TMA can address it, given dense rows: aligned, with positive strides."""
         size = self.dtype.itemsize
         lies = zip(self.shape, self.strides[:-1], strict=False)
         wrong = [s for n, s in lies if n != 1 and (s <= 0 or s * size % ALIGNMENT)]
@@ -59,18 +59,18 @@ class TensorSpec(NamedTuple):
 
     @property
     def meta(self) -> torch.Tensor:
-        """A tensor without memory, to ask PyTorch what it would do with one like this."""
+        """Return a meta tensor of this layout, to ask PyTorch how it would treat such a tensor."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
     @property
     def contiguous(self) -> bool:
-        """Whether ``Tensor.contiguous`` would return the tensor itself, which has dimensions."""
+        """Return whether ``Tensor.contiguous`` would return the tensor itself; not for 0-d."""
         lies = zip(self.shape, self.strides, dense_strides(self.shape), strict=True)
         return 0 in self.shape or not [n for n, s, dense in lies if n != 1 and s != dense]
 
     @property
     def non_overlapping_and_dense(self) -> bool:
-        """PyTorch's word: its elements fill one piece of memory, dimensions in any order."""
+        """Return what PyTorch calls so: elements fill one block, dimensions in any order."""
         dense = 1
         for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
             if size != 1 and stride != dense:
@@ -84,9 +84,9 @@ class TensorSpec(NamedTuple):
 
     @lru_cache  # noqa: B019 - likewise
     def like(self, columns: int | None = None) -> TensorSpec:
-        """Return the spec of ``torch.empty_like`` of its first columns, all if None.
+        """Return the spec of ``torch.empty_like`` of the first columns, or of all if None.
 
-        Of a dense tensor it keeps the strides.
+        A non-overlapping and dense tensor keeps its strides.
         """
         if columns not in (None, self.shape[-1]):
             shape = torch.Size((*self.shape[:-1], columns))
@@ -100,41 +100,41 @@ class TensorSpec(NamedTuple):
         return self.like() if len(self.shape) == ROWS_AND_COLUMNS and self.dense else self.copied()
 
     def widened(self, columns: int) -> TensorSpec:
-        """Return the spec of a dense tensor of so many columns."""
+        """Return the spec of a contiguous tensor with the given number of columns."""
         return self._replace(shape=torch.Size((*self.shape[:-1], columns))).copied()
 
 
 def first_columns(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return the first columns of x, or of a copy if they are not dense: a result lies like this.
+    """Return the first columns of x, or of a copy if they are not dense; results copy the layout.
 
-    A compiler for symbolic sizes must decide each branch, too.
+    With symbolic sizes, a compiler must be able to decide each branch, too.
     """
     x = x.narrow(3, 0, columns)
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def rewrite(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy at an aligned address: dense rows lie as ``torch.empty_like`` lays them."""
+    """Return a copy at an aligned address, in the layout of ``empty_like`` if rows are dense."""
     as_it_lies = x.ndim == ROWS_AND_COLUMNS and x.stride(-1) == 1
     return x.clone(memory_format=torch.preserve_format if as_it_lies else torch.contiguous_format)
 
 
 def signature(*tensors: torch.Tensor) -> tuple[Signature, ...]:
-    """Return the fields of each tensor's spec: a key that costs less than the specs."""
+    """Return the fields of each tensor's spec, a cache key that is cheaper than the specs."""
     return tuple(
         [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT) for x in tensors]
     )
 
 
-@lru_cache  # as above
+@lru_cache
 def dense_strides(shape: torch.Size) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor that has dimensions."""
+    """Return the strides of a contiguous tensor of at least one dimension."""
     sizes = [max(n, 1) for n in shape[:0:-1]]
     return tuple(accumulate(sizes, mul, initial=1))[::-1]
 
 
 class Extras(NamedTuple):
-    """Tensors that kernels may be given besides q, k and v; None where there is none.
+    """Optional tensors of the kernels besides q, k and v; an absent one is None.
 
     Args:
         key_bounds: see ``bounds.Bounds``.
@@ -152,29 +152,29 @@ class Extras(NamedTuple):
 
 
 def given_extras(given: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-    """Return the tensors besides q, k and v that an operator was given, or nothing of none."""
+    """Return an operator's optional tensors as ``Extras``, or nothing if all are None."""
     return () if all(x is None for x in given) else Extras(*given)
 
 
 class Options(NamedTuple):
-    """What is asked, besides tensors.
+    """What a call asks for, besides its tensors.
 
     Args:
-        right: query t sees keys 0 ... t + right; None lets it see all.
+        right: query t sees keys up to t + right; None is no right bound.
         scale: factor on the scores.
         precision: as ``precision.input_precision`` returns it.
-        family: the kernels of ``impl="triton"`` or of ``impl="hopper"``, or "auto", the faster
-            ones. Whether the GPU runs those that are named is asked before, see ``support``.
+        family: "triton" or "hopper", the kernels of that ``impl``, or "auto", the faster ones.
+            ``support`` has checked that the GPU runs those that are named.
         deterministic: whether a repeated call must give the same bits of dq.
-        left: query t sees keys from t - left on; None lets it see all before.
-        softcap: bound on the scores; None is none.
-        bounds: batches for which there are ``Bounds``, which are all of the mask: 0, none; 1, those
-            of all batches.
-        alibi: batches for which there are slopes, likewise.
-        query_offset: for ALiBi, query t stands at key t + query_offset.
-        bias: its spec; None is none.
-        bias_grad: whether its gradient is wanted.
-        sink: batches for which there are sinks, as of bounds.
+        left: query t sees keys from t - left on; None is no left bound.
+        softcap: bound on the scores, or None.
+        bounds: batch size of the ``Bounds``, which then are the whole mask: 0 if there are none, 1
+            if all batches share them.
+        alibi: batch size of the ALiBi slopes, likewise.
+        query_offset: for ALiBi, query t is at the position of key t + query_offset.
+        bias: spec of the bias, or None.
+        bias_grad: whether the gradient of the bias is wanted.
+        sink: batch size of the sinks, as for bounds.
     """
 
     right: int | None
@@ -192,7 +192,7 @@ class Options(NamedTuple):
     sink: int = 0
 
     def given(self, extras: Sequence[torch.Tensor | None]) -> Options:
-        """Return these options with what they say of extras, all or none."""
+        """Return these options, updated from extras: all of ``Extras``, or nothing."""
         if not extras:
             return self
         bounds, _, alibi_slopes, bias, sink = extras
@@ -205,30 +205,30 @@ class Options(NamedTuple):
 
     @property
     def scored(self) -> tuple[bool, ...]:
-        """Whether there is each of ``Extras`` but the bounds."""
+        """Return whether each of ``Extras``, except the bounds, is there."""
         return self.alibi > 0, self.bias is not None, self.sink > 0
 
     @property
     def added(self) -> bool:
-        """Whether something is added to the scores."""
+        """Return whether something is added to the scores: ALiBi or a bias."""
         return self.alibi > 0 or self.bias is not None
 
     @property
     def extras(self) -> bool:
-        """Whether there are tensors besides q, k and v."""
+        """Return whether there are tensors besides q, k and v."""
         return self.bounds > 0 or self.alibi > 0 or self.bias is not None or self.sink > 0
 
     @property
     def window_keys(self) -> float:
-        """The keys that a query sees at most, by both bounds; infinity if one is missing."""
+        """Return the most keys that a query sees by both bounds; infinity if one is missing."""
         if self.left is None or self.right is None:
             return math.inf
         return self.left + self.right + 1
 
     def reach(self, rows: int) -> int:
-        """Return about how many of so many rows one of the other side sees, or is seen by, at most.
+        """Estimate the most of ``rows`` keys that a query sees, or queries that see a key.
 
-        The host does not know bounds: the longest document is taken to have a third of all rows.
+        The host cannot read bounds. It assumes that the longest document has a third of all rows.
         """
         if self.bounds:
             return -(-rows // 3)
@@ -236,7 +236,7 @@ class Options(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Whether there is a mask."""
+        """Return whether there is a mask of any kind."""
         return self.right is not None or self.left is not None or self.bounds > 0
 
 

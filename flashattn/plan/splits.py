@@ -1,6 +1,6 @@
-"""Splits: into how many parts work is divided, so that few programs fill a GPU.
+"""Splits: divide the work of few programs among more, so that they fill a GPU.
 
-They depend on sizes and the GPU alone, so a repeated call gives the same bits.
+Splits depend only on sizes and the GPU, so a repeated call gives the same bits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Split(NamedTuple):
     """How the rows that a program would walk over are divided.
 
     Args:
-        num: parts.
-        length: rows of a part, whole tiles.
+        num: number of splits.
+        length: rows of a split, whole tiles.
     """
 
     num: int
@@ -26,16 +26,16 @@ class Split(NamedTuple):
 
 
 def split(rows: int, block: int, most: int) -> Split:
-    """Divide rows, at least 1, into whole tiles of ``block``, and into ``most`` parts at most."""
+    """Divide rows, at least 1, into at most ``most`` splits of whole tiles of ``block`` rows."""
     tiles = cdiv(rows, block)
     length = cdiv(tiles, max(most, 1)) * block
     return Split(cdiv(rows, length), length)
 
 
 def equal_sections(heads: int, wanted: float) -> int:
-    """Return how many heads a section has, about as wanted, so that sections are equal.
+    """Return a number of heads per section, close to ``wanted``, that makes sections equal.
 
-    Under a mask a last section of few heads has SMs idle while its longest tile runs.
+    Under a mask, a last section of few heads leaves SMs idle while its longest tile runs.
     """
     sections = max(1, min(round(heads / wanted), heads))
     fewer = max(1, heads // sections)
@@ -43,14 +43,14 @@ def equal_sections(heads: int, wanted: float) -> int:
 
 
 def rotating_section(blocks: int, query_tiles: int, num_sms: int) -> float:
-    """Return how many heads a section wants where programs of keys take query tiles in rotation.
+    """Return the heads per section for programs of keys that visit query tiles in rotation.
 
-    A section runs programs of all its heads at once. The fewer of a head run at once, the further
-    apart in its query tiles they are: two tiles, so that none waits long for the one before it.
+    A section runs programs of all its heads at once. The fewer programs of a head run at once, the
+    further apart they are in its query tiles. Two tiles apart, none waits long for the one before.
 
     Args:
-        blocks: tiles of keys of a head, a program each.
-        query_tiles: of a head.
+        blocks: key tiles of a head, one program each.
+        query_tiles: query tiles of a head.
         num_sms: of the GPU.
     """
     most = max(1, query_tiles / 2)  # programs of a head
@@ -58,29 +58,29 @@ def rotating_section(blocks: int, query_tiles: int, num_sms: int) -> float:
 
 
 def num_splits(fill: SplitTargets, programs: int, rows: int, num_sms: int) -> int:
-    """Return how many parts fill the GPU: the most of any pair.
+    """Return how many splits fill the GPU: the most that any pair allows.
 
     Args:
-        fill: pairs (programs for each SM, rows that a part has at least).
-        programs: without a split.
-        rows: that each walks over, or tiles of them.
+        fill: pairs (programs per SM, fewest rows of a split).
+        programs: number of programs without a split.
+        rows: rows, or tiles of them, that each program walks over.
         num_sms: of the GPU.
     """
     return max(1, *[min(n * num_sms // programs, rows // least) for n, least in fill])
 
 
 def gqa_splits(q: TensorSpec, k: TensorSpec, tiles: int, num_sms: int, options: Options) -> int:
-    """Return over how many programs the query heads of a tile of keys are divided.
+    """Return among how many programs the query heads of a key tile are divided.
 
-    It is the fewest that take the least time, by the cost model of ``tables.hopper``.
+    It is the smallest number that takes the least time by the cost model of ``tables.hopper``.
 
     Args:
         q: [B, H, T, D].
         k: [B, G, S, D].
-        tiles: of keys, of all heads.
+        tiles: key tiles of all heads.
         num_sms: of the GPU.
-        options: the mask. Under a window all programs have as much to do. Under others the mean is
-            half of the longest, and of many programs the last ones are short, but with documents.
+        options: the mask. Under a window all programs have equal work. Under other masks the mean
+            is half of the longest, and the last of many programs are short, except with documents.
     """
     group = q.shape[1] // k.shape[1]
     if group == 1:
@@ -88,7 +88,7 @@ def gqa_splits(q: TensorSpec, k: TensorSpec, tiles: int, num_sms: int, options: 
     equal, walk = not options.causal or options.window_keys < math.inf, options.reach(q.shape[2])
     late, added = (x[q.shape[3] > hopper.ONE_PASS] for x in (hopper.LATE, hopper.ADDED))
 
-    def time(splits: int) -> float:  # the unit is a walk over the queries of a head that see a key
+    def time(splits: int) -> float:  # in walks over the queries of a head that see a key
         longest, each = group // splits, tiles * splits / (2 * num_sms)
         waves = cdiv(tiles * splits, num_sms) * longest
         last = late * longest / (1 if options.bounds else math.sqrt(max(1, each)))
@@ -100,17 +100,17 @@ def gqa_splits(q: TensorSpec, k: TensorSpec, tiles: int, num_sms: int, options: 
 
 
 def dq_accumulators(heads: int, blocks: int, num_sms: int, *, head_dim: int) -> int:
-    """Return how many workspaces hold dq under a mask, so that programs do not queue for one.
+    """Return the number of dQ accumulators under a mask, so that programs do not queue for one.
 
     All programs begin with the last queries, so each waits for those of its head that started
-    earlier, some 3 us each on an H200. Two workspaces halve the queue, which is worth what they
-    cost to add up where heads are long, but not the longest ones. More are where few heads have all
-    programs. None is needed where all programs run at once: the first ones, which never wait, have
-    the most to do.
+    earlier, some 3 us each on an H200. Two accumulators halve the queue. Adding them up pays off
+    where heads are long, except the longest. Where few heads have all programs, there are more. One
+    is enough where all programs run at once: the first programs, which never wait, have the most
+    work.
 
     Args:
-        heads: that have keys of their own.
-        blocks: tiles of keys of a head.
+        heads: heads with keys of their own.
+        blocks: key tiles of a head.
         num_sms: of the GPU.
         head_dim: D.
     """

@@ -1,4 +1,4 @@
-"""Support: why a kernel family cannot solve a problem, in a sentence."""
+"""Support: the sentence that says why a kernel family cannot solve a problem."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def hopper_lacks(
     bounds: bool,
     backward: bool,
 ) -> str | None:
-    """Return what the Hopper kernels of a pass lack of what is asked, or None."""
+    """Return which requested feature the Hopper kernels of a pass lack, or None."""
     fp32, two_passes = dtype == torch.float32, backward and head_dim > hopper.ONE_PASS
     lacks = {
         "Hopper's kernels in fp32 have no softcap": fp32 and softcap,
@@ -88,7 +88,7 @@ def why_not_hopper_pass(problem: Problem, gpu: Gpu | None, *, backward: bool = F
 
 
 def _within(head_dim: int, allowed: range) -> bool:
-    """Return whether a head dimension is allowed; ``in`` does not take a compiler's symbols."""
+    """Return whether a head dimension is allowed; ``in`` does not take a symbolic size."""
     return allowed[0] <= head_dim <= allowed[-1]
 
 
@@ -102,12 +102,12 @@ def why_not_scale(scale: float) -> str | None:
 def why_not_tma(*inputs: TensorSpec, scale: float) -> str | None:
     """Return why Hopper's half-precision kernels cannot take these inputs, or None.
 
-    Results have the inputs' columns, in rows that lie one behind the other.
+    Results have as many columns as the inputs, and contiguous rows.
     """
     reason = why_not_scale(scale)
     if reason is not None:
         return reason
-    for x in dict.fromkeys(inputs):  # often one
+    for x in dict.fromkeys(inputs):  # their specs are often equal
         if 0 in x.shape:
             return "there is nothing to do"
         if not x.tma_compatible:

@@ -8,29 +8,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-SMALLEST_BLOCK_D = 16  # of a tensor-core product
-VECTOR = 8  # columns: the 16 bytes of half precision that a thread loads at once
+SMALLEST_BLOCK_D = 16  # columns that a tensor-core product needs
+VECTOR = 8  # columns: a thread loads 16 bytes of half precision at once
 WARPGROUP_Q = 64  # queries of a Hopper warpgroup
-HALF = 2  # bytes of an element
-NARROW_VALUES = 128  # columns of values that are narrower than keys
+HALF = 2  # bytes of a half-precision element
+NARROW_VALUES = 128  # columns computed for values that are narrower than keys
 
 
 @cache
 def block_d(head_dim: int) -> int:
-    """Return the columns a kernel computes in: 1, or the next power of two, 16 at least."""
+    """Return the columns that a kernel computes: 1, or the next power of two from 16 on."""
     return 1 if head_dim == 1 else max(SMALLEST_BLOCK_D, 1 << (head_dim - 1).bit_length())
 
 
 def padding(head_dim: int, strides: Iterable[Iterable[int]]) -> int:
-    """Return 0 if a kernel computes in as many columns as there are.
+    """Return how many columns a thread can load at once, or 0 if a kernel pads no columns.
 
-    Else return how many of them a thread can load at once: a power of two up to 8 that divides
-    head_dim and every row's distance. Triton only asks whether an argument is a multiple of 16, and
-    would load 40 columns one by one.
+    It is the largest power of two, up to 8, that divides head_dim and all strides. Triton checks
+    only whether an argument is a multiple of 16, so it would load 40 columns one by one.
 
     Args:
         head_dim: D.
-        strides: of all tensors that are loaded or stored by pointers, without the last dimension's.
+        strides: of all tensors that are loaded or stored by pointers, except the last dimension's.
     """
     if head_dim == block_d(head_dim):
         return 0
@@ -41,7 +40,7 @@ def padding(head_dim: int, strides: Iterable[Iterable[int]]) -> int:
 def head_dim_split(head_dim: int) -> tuple[int, int]:
     """Return the columns that Hopper's kernels multiply: two powers of two, or one and 0.
 
-    So 65 to 96 are 64 + 32 of 128, and 129 to 192 are 128 + 64 of 256.
+    So 65 to 96 columns take 64 + 32 instead of 128, and 129 to 192 take 128 + 64 instead of 256.
     """
     d = block_d(head_dim)
     return (d // 2, d // 4) if d > WARPGROUP_Q and head_dim <= d // 4 * 3 else (d, 0)
@@ -50,18 +49,18 @@ def head_dim_split(head_dim: int) -> tuple[int, int]:
 def tile_pieces(head_dim: int) -> tuple[int, int]:
     """Return the columns of the two pieces in which Hopper's kernels hold a tile, or all and 0.
 
-    Where D is 65 to 96 one piece with room for 128 is faster (docs/tuning-log.md).
+    For D from 65 to 96, one piece of 128 columns is faster (docs/tuning-log.md).
     """
     return head_dim_split(head_dim) if head_dim > 2 * WARPGROUP_Q else (block_d(head_dim), 0)
 
 
 def value_split(head_dim: int, value_dim: int) -> tuple[int, int]:
-    """Return the columns of values that Hopper's kernels multiply: 128 of narrower ones."""
+    """Return the columns of values that Hopper's kernels multiply: 128 if they are narrower."""
     return head_dim_split(head_dim) if value_dim == head_dim else (NARROW_VALUES, 0)
 
 
 def value_pieces(head_dim: int, value_dim: int) -> tuple[int, int]:
-    """Return the columns of the pieces in which they hold a tile of values."""
+    """Return the columns of the pieces in which Hopper's kernels hold a tile of values."""
     return tile_pieces(head_dim) if value_dim == head_dim else (NARROW_VALUES, 0)
 
 
@@ -70,16 +69,16 @@ class Tile:
     """Block sizes and launch options of a portable kernel.
 
     Args:
-        block_q: queries per tile, a power of two from 16 on.
+        block_q: queries per tile, a power of two from 16 to 256.
         block_kv: keys per tile, likewise.
         warps: per program: 1, 2, 4, 8 or 16.
         stages: of the software pipeline.
         descriptors: whether tiles are loaded by tensor descriptors (TMA) or by pointers.
-        registers: limit for a thread, so that more programs fit an SM; 0 leaves it to the compiler.
+        registers: limit per thread, so that more programs fit an SM; 0 leaves it to the compiler.
         decomposed: whether fp32 arrives as bf16 terms.
 
     Raises:
-        ValueError: a number is not one of those.
+        ValueError: a number is out of range.
     """
 
     block_q: int
@@ -105,12 +104,12 @@ class Tile:
             raise ValueError(msg)
 
     def __str__(self) -> str:
-        """Return block_q x block_kv, warps, stages, and a limit of registers."""
+        """Return block_q x block_kv, warps, stages, and the limit on registers, if any."""
         limit = f" r{self.registers}" * bool(self.registers)
         return f"{self.block_q}x{self.block_kv} w{self.warps} s{self.stages}{limit}"
 
     def compiler_options(self) -> dict[str, int]:
-        """Return those of the keyword arguments that are the compiler's."""
+        """Return the compiler's keyword arguments."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return options | {"maxnreg": self.registers} if self.registers else options
 
@@ -124,18 +123,18 @@ def _at_least(tile: object, least: int, *names: str) -> None:
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Sizes of Hopper's forward.
+    """Tile sizes of Hopper's forward.
 
     Args:
         block_kv: keys per tile, a power of two from 64 on.
-        stages: tiles of keys, and of values, in flight.
+        stages: tiles of keys, and as many of values, in flight.
         consumers: warpgroups of 64 queries each: 2 or 3.
-        registers: of a consumer's thread.
-        own_o: whether o has shared memory of its own, so that the next queries load early;
-            otherwise o uses that of q.
+        registers: registers of a consumer thread.
+        own_o: whether o has its own shared memory, so that the next queries load early; otherwise
+            it reuses that of q.
 
     Raises:
-        ValueError: a number is none of those.
+        ValueError: a number is out of range.
     """
 
     block_kv: int = 128
@@ -159,7 +158,7 @@ class HopperTile:
 
     @property
     def block_q(self) -> int:
-        """Queries of a program."""
+        """Return the queries of a program."""
         return self.consumers * WARPGROUP_Q
 
     def __str__(self) -> str:
@@ -167,7 +166,7 @@ class HopperTile:
         return f"{self.block_q}x{self.block_kv} s{self.stages}"
 
     def shared(self, head_dim: int, value_dim: int | None = None) -> int:
-        """Return the bytes of tiles that a program holds: queries, o, keys and values."""
+        """Return the bytes of a program's tiles in shared memory: queries, o, keys and values."""
         columns = sum(tile_pieces(head_dim))
         of_values = sum(value_pieces(head_dim, value_dim or head_dim))
         queries = self.block_q * (2 * columns + of_values if self.own_o else columns)
@@ -179,16 +178,16 @@ class HopperBackwardTile:
     """Schedule of Hopper's one-pass backward, up to D = 128.
 
     Args:
-        stages: tiles of queries, and of dO, in flight.
-        section: under a mask, about how many heads' key tiles are started together, those that
-            most queries see first. Where programs wait for a semaphore, a wide section runs few
-            programs of a head at once.
-        persistent: whether there is a program for each SM, or one for each tile of keys.
-        stagger: tiles of queries between the first tiles of a head's programs, if they are
+        stages: tiles of queries, and as many of dO, in flight.
+        section: under a mask, about how many heads have their key tiles started together, those
+            that most queries see first. Where programs wait for a semaphore, a large section runs
+            few programs of each head at once.
+        persistent: whether there is one program per SM instead of one per tile of keys.
+        stagger: query tiles between the starting points of a head's programs, if they are
             persistent and there is no mask.
 
     Raises:
-        ValueError: a number is none of those.
+        ValueError: a number is out of range.
     """
 
     BLOCK_KV = 2 * WARPGROUP_Q  # keys of a program
@@ -209,13 +208,13 @@ class HopperBackwardTile:
 
     @staticmethod
     def block_q(head_dim: int) -> int:
-        """Return the queries of a tile: as many as make two halves of dq."""
+        """Return the queries of a tile: its dq has two halves of 64 x 64 elements."""
         return 2 * WARPGROUP_Q * WARPGROUP_Q // block_d(head_dim)
 
     def shared(self, head_dim: int) -> int:
-        """Return the bytes of tiles that a program holds: k, v, q, dO, dS and dq."""
+        """Return the bytes of a program's tiles in shared memory: k, v, q, dO, dS and dq."""
         d, block_q = block_d(head_dim), self.block_q(head_dim)
-        rows = 4 * block_q * self.stages * (d + 16)  # with terms of two numbers for each
+        rows = 4 * block_q * self.stages * (d + 16)  # with bf16 terms of two numbers per row
         ones = 32 * WARPGROUP_Q
         return 4 * d * self.BLOCK_KV + rows + ones + 8 * WARPGROUP_Q * block_q + 8 * WARPGROUP_Q**2
 
@@ -225,14 +224,14 @@ class HopperD256Tile:
     """Schedule of Hopper's two-pass backward, for D from 129 to 256.
 
     Args:
-        stages: tiles of queries and of dO, or of keys and one less of values, in flight.
+        stages: tiles in flight: of queries and of dO, or of keys and one less of values.
         section: heads whose longest tiles are started together under a mask.
 
     Raises:
-        ValueError: a number is none of those.
+        ValueError: a number is out of range.
     """
 
-    BLOCK_KV, BLOCK_Q = WARPGROUP_Q, 2 * WARPGROUP_Q  # that a program of dk and dv, of dq, owns
+    BLOCK_KV, BLOCK_Q = WARPGROUP_Q, 2 * WARPGROUP_Q  # rows of a program: of dk and dv, of dq
 
     stages: int = 2
     section: int = 4
@@ -247,7 +246,7 @@ class HopperD256Tile:
         return f"s{self.stages}"
 
     def shared(self, head_dim: int) -> int:
-        """Return the bytes of tiles that a program of either kernel holds at most."""
+        """Return the most bytes that a program's tiles take in either kernel."""
         tile = HALF * WARPGROUP_Q * sum(tile_pieces(head_dim))
         stage = 2 * tile + 2 * WARPGROUP_Q * 4 + HALF * WARPGROUP_Q**2  # q, dO, rows; P
         # k, v and stages; or q and dO for both warpgroups, k, v.
@@ -256,7 +255,7 @@ class HopperD256Tile:
 
 @dataclass(frozen=True)
 class HopperFp32Tile:
-    """Sizes of Hopper's fp32 kernels, whose operands are bf16 terms.
+    """Tile sizes of Hopper's fp32 kernels, whose operands are bf16 terms.
 
     Args:
         own: rows of a program's own tile.

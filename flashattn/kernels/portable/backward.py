@@ -1,9 +1,9 @@
 """The backward's two deterministic passes: algorithm 2 of FlashAttention-2 (Dao, 2023), split.
 
-``flashattn_bwd_dkdv`` owns a tile of keys and loops over queries; ``flashattn_bwd_dq`` owns a tile
-of queries and loops over keys; where both together are few programs, ``flashattn_bwd`` is both,
-side by side, and where there is next to nothing to do it needs no preprocessing either. Each output
-element is written by one program, in one order: no atomics. Arguments are those of ``gradients``.
+A program of ``flashattn_bwd_dkdv`` owns a tile of keys and loops over queries; one of
+``flashattn_bwd_dq`` owns a tile of queries and loops over keys. If both have few programs,
+``flashattn_bwd`` runs them side by side, and for tiny problems it needs no preprocess either. One
+program writes each output element, in a fixed order: no atomics. Arguments are as in ``gradients``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def flashattn_bwd_dkdv(
     scale,
     CONFIG: tl.constexpr,
 ):
-    """Compute dk and dv; a program owns a tile of keys of one head and sums its query heads."""
+    """Compute dk and dv; a program owns a tile of keys of a head and sums over its query heads."""
     inputs = Inputs(q, k, v, grad_o, stats, layout)
     score = Score(scale, scored[0], scored[1], scored[2])
     gqa, sizes, split = (heads, group), (seq_q, seq_kv), (batches, split_len)

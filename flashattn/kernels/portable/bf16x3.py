@@ -1,8 +1,8 @@
-"""flashattn_decompose: fp32 as three bf16 terms, or two, whose products a kernel adds up.
+"""flashattn_decompose: split fp32 into three bf16 terms, or two, whose products a kernel sums.
 
-A kernel can decompose what it has loaded, each tile as often as it comes by. Decomposed beforehand
-a tile is in shared memory as the tensor cores take it, which leaves registers and a third more
-speed: see ``docs/kernels.md``.
+A kernel can decompose what it has loaded, but then it does so each time it loads a tile. If tiles
+are decomposed beforehand, they are in shared memory as the tensor cores take them, which saves
+registers and is a third faster: see ``docs/kernels.md``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flashattn.kernels.portable.mma import decompose
 from flashattn.kernels.portable.scheduler import tile_coord
 
 BLOCK, WARPS = 32, 4
-ROUNDS_TO_INFINITY = tl.constexpr((2 - 2**-8) * 2.0**127)  # the least fp32 that does, as a bf16
+ROUNDS_TO_INFINITY = tl.constexpr((2 - 2**-8) * 2.0**127)  # the least fp32 that does, in bf16
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def decompose_rows(
     BLOCK_D: tl.constexpr,
     TERMS: tl.constexpr,
 ):
-    """Write BLOCK rows of x, of that shape, to terms [B, TERMS H, rows, BLOCK_D], dense."""
+    """Write BLOCK rows of x, which has ``shape``, to dense terms [B, TERMS H, rows, BLOCK_D]."""
     _, heads, rows, head_dim = shape
     block, batch, head = tile_coord(program, None, tl.cdiv(rows, BLOCK), heads, False, False)
     start = block * BLOCK
@@ -63,13 +63,13 @@ def flashattn_decompose(
     BLOCK_D: tl.constexpr,
     TERMS: tl.constexpr,
 ):
-    """Decompose k, v, q, and grad_o unless it is None: some programs each, in this order.
+    """Decompose k, v, q, and grad_o unless it is None; program ids follow this order.
 
     Args:
         inputs: q, k, v and grad_o, or None.
-        terms: of each, [B, TERMS H, rows, BLOCK_D].
+        terms: of each input, [B, TERMS H, rows, BLOCK_D].
         strides: of each input.
-        batches: of all.
+        batches: of all inputs.
         heads: of q and grad_o.
         kv_heads: of k and v.
         seq_q: rows of q and grad_o.

@@ -1,4 +1,4 @@
-"""Results of splits combined: o by a weighted mean, gradients by a sum, in a fixed order."""
+"""Combine the results of splits in a fixed order: o by a weighted mean, gradients by a sum."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from flashattn.kernels.constants import SIZES
 from flashattn.kernels.portable.memory import multiple, store_rows, store_tile, tile_mask
 from flashattn.kernels.portable.softmax import finite_max, normalized
 
-COMBINE_ROWS, COMBINE_WARPS = 4, 1  # of a program of flashattn_combine
+COMBINE_ROWS, COMBINE_WARPS = 4, 1  # rows of a program of flashattn_combine
 UNROLL = tl.constexpr(4)  # splits that are loaded at the same time
 REDUCE_BLOCK, REDUCE_WARPS = 16, 4  # rows of a program of flashattn_bwd_reduce
 
 
 @triton.jit
 def store_dense(x, strides, row, heads, size, cols, tile, mask, PADDED: tl.constexpr):
-    """Store rows, counted through all heads of all batches, where x has them; ``size`` a head."""
+    """Store rows in x; rows are numbered across batches and heads, ``size`` in each head."""
     stride_b, stride_h, stride_t = strides
     batch, head = (row // size // heads).to(tl.int64), (row // size % heads).to(tl.int64)
     origin = batch * multiple(stride_b, PADDED) + head * multiple(stride_h, PADDED)
@@ -31,10 +31,10 @@ def split_pointers(partial, grid, split, at, ROWS: tl.constexpr, BLOCK_D: tl.con
     Args:
         partial: acc [tiles, splits, block, BLOCK_D], and m and l [2, tiles, splits, block].
         grid: (splits, tiles, block).
-        split: which.
+        split: index of the split.
         at: (tile, first row).
-        ROWS: how many.
-        BLOCK_D: columns.
+        ROWS: number of rows.
+        BLOCK_D: number of columns.
     """
     splits, tiles, block = grid
     tile, first = at
@@ -47,7 +47,7 @@ def split_pointers(partial, grid, split, at, ROWS: tl.constexpr, BLOCK_D: tl.con
 
 @triton.jit
 def store_split(partial, grid, split, tile, rows, state):
-    """Store acc, m and l of the first rows, apart: a logsumexp would round a split's weight."""
+    """Store acc, m and l of ``rows`` rows; one logsumexp for m and l would round weights."""
     acc, m, l = state
     acc_at, m_at, l_at = split_pointers(partial, grid, split, (tile, 0), acc.shape[0], acc.shape[1])
     there = tl.arange(0, acc.shape[0]) < rows
@@ -58,8 +58,8 @@ def store_split(partial, grid, split, tile, rows, state):
 
 @triton.jit
 def is_last(counter, splits):
-    """Return whether all splits of a tile are stored; the counter is then zero again."""
-    tl.debug_barrier()  # all threads have stored theirs
+    """Return whether all splits of a tile are stored; if so, set the counter to zero again."""
+    tl.debug_barrier()  # all threads have stored their part
     last = tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1
     tl.store(counter, 0, mask=last)
     return last
@@ -67,7 +67,7 @@ def is_last(counter, splits):
 
 @triton.jit
 def combined(partial, grid, at, rows, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return acc, m and l of ROWS rows, of which ``rows`` exist: of all splits, in this order."""
+    """Return acc, m and l of ROWS rows, of which ``rows`` exist, over all splits in order."""
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
@@ -88,7 +88,7 @@ def combined(partial, grid, at, rows, ROWS: tl.constexpr, BLOCK_D: tl.constexpr)
 
 @triton.jit
 def store_output(o, lse, strides, at, heads, seq_q, head_dim, state, PADDED: tl.constexpr):
-    """Store a tile of o and lse, of acc, m and l."""
+    """Store a tile of o and lse, computed from acc, m and l."""
     batch, head, start_q = at
     acc, m, l = state
     acc, m = normalized(acc, m, l)
@@ -134,7 +134,7 @@ def add_splits(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Add up BLOCK rows of a gradient, partial [num_splits, *shape], in this order."""
+    """Sum BLOCK rows of a gradient over its splits, partial [num_splits, *shape], in order."""
     batches, heads, size, head_dim = shape
     rows = batches * heads * size
     start = program * BLOCK
@@ -165,15 +165,15 @@ def flashattn_bwd_reduce(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Add up the splits of gradients: of dk and dv, of dq, or of all; None are those without.
+    """Sum the splits of dk and dv, of dq, or of all three; gradients without splits are None.
 
     Args:
-        partials: of dk, dv and dq, in fp32; batches for each split of the queries, or of the keys.
+        partials: of dk, dv and dq, in fp32; all batches for each split of the queries or keys.
         grads: dk and dv [batches, kv_heads, seq_kv, D], dq [batches, heads, seq_q, D].
-        strides: of these, of batches, heads and rows.
+        strides: of the gradients: of batches, heads and rows.
         num_splits: of the queries.
         num_splits_kv: of the keys.
-        batches: of all.
+        batches: of all gradients.
         heads: of dq.
         kv_heads: of dk and dv.
         seq_q: rows of dq.

@@ -1,4 +1,4 @@
-"""What portable kernels are compiled for, and how their tensors lie."""
+"""Compile-time constants of the portable kernels, and the strides of their tensors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flashattn.plan.tile import Tile, block_d, padding
 class Config:
     """The constants of one compiled kernel.
 
-    Each is a constexpr by itself: Triton 3.6 takes an int that it reads from an argument for a
-    number of Python. There is one object of the same constants, see ``of``: Triton hashes it at
-    every look-up, and hashing each constant takes longer than all other arguments.
+    Each field is a constexpr, as Triton 3.6 treats an int that it reads from an argument as a
+    Python number. Equal constants are one object, see ``of``: Triton hashes it at every look-up,
+    and hashing each constant would take longer than all other arguments.
     """
 
     BLOCK_Q: tl.constexpr  # queries of a tile
@@ -27,8 +27,8 @@ class Config:
     PADDED: tl.constexpr  # see ``memory.tile_mask``
     DESCRIPTORS: tl.constexpr  # whether tiles are loaded by tensor descriptors
     PRECISION: tl.constexpr  # of fp32 products, as ``precision.input_precision`` returns it
-    TERMS: tl.constexpr  # bf16 terms that the operands were decomposed into; 0: they were not
-    VECTOR: tl.constexpr  # keys of a bias that come together, see ``plan.bias.vector``
+    TERMS: tl.constexpr  # bf16 terms into which operands were decomposed; 0 for none
+    VECTOR: tl.constexpr  # keys of a bias that are loaded at once, see ``plan.bias.vector``
 
     @classmethod
     def of(
@@ -47,8 +47,8 @@ class Config:
             head_dim: D.
             strides: of batches, heads and rows of all tensors; columns are dense.
             precision: as ``precision.input_precision`` returns it.
-            terms: bf16 terms that the operands were decomposed into; 0: they were not.
-            vector: keys of a bias that come together.
+            terms: bf16 terms into which operands were decomposed; 0 for none.
+            vector: keys of a bias that are loaded at once.
         """
         sizes = tile.block_q, tile.block_kv, block_d(head_dim), padding(head_dim, strides)
         return _config(*sizes, tile.descriptors, precision, terms, vector)
@@ -56,14 +56,14 @@ class Config:
 
 @cache
 def _config(*values: Any) -> Config:
-    """Return the only constants with these values."""
+    """Return the one object with these constants."""
     return Config(*map(tl.constexpr, values))
 
 
 class ForwardLayout(NamedTuple):
-    """The strides of each tensor, and the columns of all.
+    """The strides of each tensor, and the number of columns of all.
 
-    ``bounds`` are the distances of two batches in those of the keys and of the queries, if any.
+    ``bounds`` are the batch strides of the bounds of the keys and of the queries, or None.
     """
 
     q: Any
@@ -75,9 +75,9 @@ class ForwardLayout(NamedTuple):
 
 
 class BackwardLayout(NamedTuple):
-    """The strides of each tensor, None of those that a kernel does not take; columns of all.
+    """The strides of each tensor, None if a kernel does not take it; and the columns of all.
 
-    ``stats`` is the distance of two heads in lse_log2 and delta; ``bounds`` as forward.
+    ``stats`` is the head stride of lse_log2 and delta; ``bounds`` is as in ``ForwardLayout``.
     """
 
     q: Any

@@ -9,7 +9,7 @@ import triton.language as tl
 from flashattn.kernels.cache_key import with_stable_key
 from flashattn.kernels.launch import on_device
 
-BLOCK, CHUNK, WARPS = 128, 64, 4  # rows of a program, and documents that it looks at at a time
+BLOCK, CHUNK, WARPS = 128, 64, 4  # rows of a program, and documents that it reads at a time
 
 
 @triton.jit
@@ -25,15 +25,15 @@ def store_intervals(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Store the intervals of BLOCK rows of one side among the rows of the other.
+    """Store the intervals that BLOCK rows of one side see among the rows of the other side.
 
-    A length that falls counts as the largest before it, so that no interval begins or ends before
-    that of the row before. ``own`` and ``other`` are (cumulative lengths, rows) of a side.
+    A cumulative length that decreases counts as the largest before it, so that both ends of the
+    intervals never decrease. ``own`` and ``other`` are (cumulative lengths, rows) of a side.
     """
     x = program * BLOCK + tl.arange(0, BLOCK)
     own, own_size = own
     other, other_size = other
-    behind = tl.zeros_like(x) + documents + 1  # the first number that is larger than a row's
+    behind = tl.zeros_like(x) + documents + 1  # index of the first length above x
     for first in range(0, documents + 1, CHUNK):
         i = (first + tl.arange(0, CHUNK))[None, :]
         here = tl.load(own + i, mask=i <= documents, other=0).to(tl.int32)
@@ -101,7 +101,7 @@ def launch(
     *,
     bottom_right: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int32 [1, T, 2] and [1, S, 2]; arguments as in ``bounds.of_documents``."""
+    """Return the bounds, int32 [1, T, 2] and [1, S, 2]; arguments as ``bounds.of_documents``."""
     with on_device(cu_q):
         keys, queries = (
             torch.empty((1, n, 2), dtype=torch.int32, device=cu_q.device) for n in (seq_q, seq_kv)

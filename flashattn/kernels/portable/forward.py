@@ -1,8 +1,8 @@
 """flashattn_fwd: algorithm 1 of FlashAttention-2 (Dao, 2023), one tile of queries per program.
 
-Where that makes fewer programs than the GPU has room for, the keys are split as well, as in
+If that gives fewer programs than the GPU has room for, the keys are split as well, as in
 Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023): each program takes one split of the keys, and the
-one that ends last weighs the splits by their largest scores, always in the same order.
+last one to finish weights the splits by their largest scores, always in the same order.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def mainloop(
     CONFIG: tl.constexpr,
     CLEAN: tl.constexpr = True,
 ):
-    """Update the online softmax (acc, m, l, l_error) by keys ``first ... end``; m is in base 2.
+    """Update the online softmax (acc, m, l, l_error) with keys ``first ... end``; m is in base 2.
 
-    ``kv`` is (k, v), ``at`` is batch, head of the keys, first query; ``full`` as ``apply_mask``
-    takes it. Unless CLEAN, values that no query sees may be NaN. In fp32 l_error is what rounding
-    has added to l, a sum of as many terms as there are tiles.
+    ``kv`` is (k, v); ``at`` is (batch, key head, first query); ``full`` is as in ``apply_mask``.
+    Unless CLEAN, values that no query sees may be NaN. In fp32, l_error is the rounding error of l,
+    a sum with one term for each tile.
     """
     acc, m, l, l_error = state
     k, v = kv
@@ -124,8 +124,8 @@ def flashattn_fwd(
 ):
     """Compute o and lse; a program owns one tile of queries of one head.
 
-    With split_len it sees only the keys of its split. ``partial`` is (o of the splits, not divided
-    by l, their m and then their l, counters).
+    With split_len, a program sees only the keys of its split. ``partial`` is (acc of the splits,
+    not divided by l; their m, then their l; counters).
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     MASKED: tl.constexpr = left is not None or right is not None or bounds[0] is not None
@@ -181,9 +181,9 @@ def flashattn_fwd(
 def store_state(
     o, lse, partial, layout, at, out_batch, heads, sizes, split, state, CONFIG: tl.constexpr
 ):
-    """Store a tile of o and lse, or a split's part of it.
+    """Store a tile of o and lse, or the state of a split.
 
-    Where there are counters, the last split of a tile to be stored combines all.
+    With counters, the last split of a tile to be stored combines all splits.
     """
     batch, head, start_q = at
     seq_q, seq_kv = sizes

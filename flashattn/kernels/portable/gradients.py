@@ -1,7 +1,7 @@
-"""One program's share of the backward's two passes: dK and dV of its keys, or dQ of its queries.
+"""The work of one program in the two backward passes: dK and dV of its keys, or dQ of its queries.
 
-``band`` and ``sizes`` are as ``mask`` says, ``grid`` and ``split`` as ``scheduler.own_tile`` says;
-``gqa`` is (heads, group), of queries: in all, and of a head of keys. ``scores`` is the ``Score`` of
+``band`` and ``sizes`` are as in ``mask``, ``grid`` and ``split`` as in ``scheduler.own_tile``.
+``gqa`` is (heads, group): the query heads in all, and per key head. ``scores`` is the ``Score`` of
 all heads, ``score`` that of one; ``lies`` is a ``ScoreLayout``.
 """
 
@@ -36,15 +36,15 @@ from flashattn.kernels.portable.score import (
     store_dbias,
 )
 
-# BLOCK_D from which two loops leave too few registers: in each pass where both are one launch, and
-# in dk and dv of fp32 that the kernel decomposes.
+# BLOCK_D from which two loops leave too few registers: in both passes if they share a launch, and
+# in that of dk and dv if the kernel decomposes fp32.
 WIDE = tl.constexpr(128)
 
 
 class Inputs(NamedTuple):
-    """What both passes read: tensors or their descriptors, and how all tensors lie.
+    """Inputs of both passes: tensors or their descriptors, and the strides of all tensors.
 
-    ``stats`` are as ``preprocess.load_lse_log2`` says, ``layout`` is a ``BackwardLayout``.
+    ``stats`` is as in ``preprocess.load_lse_log2``; ``layout`` is a ``BackwardLayout``.
     """
 
     q: Any
@@ -72,14 +72,14 @@ def dkdv_mainloop(
     MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Add what queries ``first ... end`` of one head give to (dk, dv) of a tile of keys.
+    """Add the contribution of queries ``first ... end`` of one head to (dk, dv) of a key tile.
 
     The scores are computed transposed, [BLOCK_KV, BLOCK_Q], so that P and dS come out of one
-    product in the layout in which the next one takes them. By bounds of rows, q and dO of queries
+    product in the layout in which the next one takes them. With bounds of rows, q and dO of queries
     that see no key may be NaN.
 
-    ``acc`` is (dk, dv) and ``own`` (k, v) of the tile; ``at`` is batch, head of the queries, first
-    key, and ``row`` that head's in ``stats``; ``full`` is as ``apply_mask`` takes it.
+    ``acc`` is (dk, dv) and ``own`` is (k, v) of the tile; ``at`` is (batch, query head, first key),
+    and ``row`` is that head's row in ``stats``; ``full`` is as in ``apply_mask``.
     """
     dk, dv = acc
     k_tile, v_tile = own
@@ -137,8 +137,8 @@ def compute_dkdv(
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     MASKED: tl.constexpr = band[0] is not None or band[1] is not None or band[2] is not None
     SECTIONED: tl.constexpr = MASKED and CONFIG.TERMS > 0
-    # Tiles that need no mask have no loop of their own where that would keep too many addresses
-    # beside those of the other.
+    # Tiles that need no mask have no loop of their own where the addresses of two loops would take
+    # too many registers.
     CROWDED: tl.constexpr = CONFIG.BLOCK_D >= WIDE and (BOTH or CONFIG.PRECISION == "bf16x6")
     SCORED: tl.constexpr = (
         scale.cap is not None or scores.slope is not None or scores.bias is not None
@@ -184,7 +184,7 @@ def compute_dkdv(
                 *(sizes, band, score, lies, False, CONFIG),
             )
     dk_acc, dv_acc = acc
-    if band[2] is not None:  # a key that no query sees may be NaN, in its own row alone
+    if band[2] is not None:  # a key that no query sees may be NaN, but only in its own row
         seen = seen_keys(start_kv, band, sizes, BLOCK_KV)
         dk_acc = tl.where(seen[:, None], dk_acc, 0.0)
     dk_acc = dk_acc * scale.factor
@@ -207,10 +207,10 @@ def score_gradients(
     CONFIG: tl.constexpr,
     CLEAN: tl.constexpr,
 ):
-    """Return dS of a tile of queries and one of keys; S, and K.
+    """Return dS, S and K of a tile of queries and a tile of keys.
 
-    What scores have in addition may come with lse_log2, from which it is subtracted. With a softcap
-    S is capped, and dS its gradient; other arguments are as in ``dq_mainloop``.
+    ALiBi and a bias may already be subtracted from lse_log2 instead of being added to scores. With
+    a softcap, S is capped, and dS is its gradient. Other arguments are as in ``dq_mainloop``.
     """
     q_tile, do_tile, lse_log2, delta = own
     _, k, v, _, _, layout = inputs
@@ -254,10 +254,10 @@ def dq_mainloop(
     CONFIG: tl.constexpr,
     CLEAN: tl.constexpr = True,
 ):
-    """Add what keys ``first ... end`` give to dq of a tile of queries.
+    """Add the contribution of keys ``first ... end`` to dq of a tile of queries.
 
-    ``own`` is q, dO, lse_log2 and delta of the tile; ``at`` is batch, head of the keys, first
-    query. Unless CLEAN, keys and values that no query sees may be NaN.
+    ``own`` is (q, dO, lse_log2, delta) of the tile; ``at`` is (batch, key head, first query).
+    Unless CLEAN, keys and values that no query sees may be NaN.
     """
     for start_kv in tl.range(first, end, CONFIG.BLOCK_KV):
         ds, s, k_tile = score_gradients(
@@ -338,7 +338,7 @@ def compute_dq(
             acc = dq_mainloop(
                 acc, own, inputs, at, lo, hi, full, sizes, band, score, lies, True, CONFIG, False
             )
-        # A query that sees no key may be NaN, likewise.
+        # Likewise, a query that sees no key may be NaN.
         live = live_queries(start_q, band, sizes, BLOCK_Q)
         acc = tl.where(live[:, None], acc, 0.0)
     acc = acc * scale.factor

@@ -1,9 +1,9 @@
-"""Which keys a query sees: two bounds, and all that follows from them.
+"""The mask: the two bounds of the keys that a query sees, and all that follows from them.
 
 ``band`` is (left, right, keys, queries). Query t sees keys t - left <= s <= t + right; a bound that
 is None hides nothing. Or ``keys`` and ``queries`` are not None, and point to the bounds of each row
-(see ``flashattn.bounds``). Both bounds of ``keys_of`` and of ``queries_of`` never fall as their
-argument grows. They may lie outside of a sequence, and none is seen where they cross.
+(see ``flashattn.bounds``). The bounds that ``keys_of`` and ``queries_of`` return never decrease as
+their argument grows. They may lie outside the sequence; where they cross, nothing is seen.
 
 ``sizes`` is (seq_q, seq_kv).
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def keys_of(t, band, sizes):
-    """Return (lo, hi): query t sees keys lo ... hi - 1, of so many; seq_kv None is no end."""
+    """Return (lo, hi): query t sees keys lo ... hi - 1; seq_kv None is no end."""
     left, right, keys, _ = band
     seq_q, seq_kv = sizes
     lo, hi = 0, seq_kv
@@ -51,7 +51,7 @@ def queries_of(s, band, sizes):
 
 @triton.jit
 def of_batch(keys, queries, batch, strides):
-    """Return where the bounds of a batch's rows begin, which are ``strides`` apart."""
+    """Return pointers to the bounds of a batch's rows; ``strides`` are the batch strides."""
     batch = tl.cast(batch, tl.int64)
     return keys + batch * strides[0], queries + batch * strides[1]
 
@@ -88,10 +88,10 @@ def live_queries(start_q, band, sizes, BLOCK: tl.constexpr):
 
 @triton.jit
 def clean_keys(first, end, band, seq_q, BLOCK_KV: tl.constexpr):
-    """Return (begin, stop) of the tiles among first ... end that lie between keys that are seen.
+    """Return (begin, stop) of the tiles in first ... end that lie between keys that are seen.
 
-    The keys of others, at most one at each end, may be NaN: before the first that any query sees,
-    or behind the last.
+    The other tiles, at most one at each end, may hold keys that are NaN: before the first key that
+    any query sees, or after the last.
     """
     seen, unseen = tl.load(band[2]), tl.load(band[2] + 2 * seq_q - 1)
     begin = tl.minimum(tl.maximum(first, tl.cdiv(seen, BLOCK_KV) * BLOCK_KV), end)
@@ -102,9 +102,9 @@ def clean_keys(first, end, band, seq_q, BLOCK_KV: tl.constexpr):
 def key_tiles(start_q, band, sizes, begin, split_len, CONFIG: tl.constexpr):
     """Return (first, full_begin, full_end, end) of the keys that a tile of queries visits.
 
-    All queries see all keys of full_begin ... full_end, which are whole tiles; under a left bound
-    and bounds of rows these may cross. A split visits ``split_len`` keys from ``begin`` on, whole
-    tiles as well; split_len None is all keys.
+    All queries see all keys of full_begin ... full_end, which are whole tiles; with a left bound or
+    bounds of rows, these two may cross. A split visits ``split_len`` keys from ``begin`` on, also
+    whole tiles; split_len None is all keys.
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
@@ -133,8 +133,8 @@ def key_tiles(start_q, band, sizes, begin, split_len, CONFIG: tl.constexpr):
 def query_tiles(start_kv, band, sizes, begin, split_len, CONFIG: tl.constexpr):
     """Return (first, full_begin, full_end, end) of the queries that a tile of keys visits.
 
-    Queries that do not exist count as such that see all keys: their P is 0. Otherwise it is as
-    ``key_tiles`` says.
+    Queries that do not exist count as seeing all keys, as their P is 0. Otherwise this is like
+    ``key_tiles``.
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
@@ -157,8 +157,8 @@ def query_tiles(start_kv, band, sizes, begin, split_len, CONFIG: tl.constexpr):
 def apply_mask(x, start_q, start_kv, band, sizes, full, value):
     """Return a tile [queries, keys] with ``value`` where a query does not see a key.
 
-    ``full`` are the bounds of keys whose tiles need no mask, or None. The last key seen is
-    compared, hi - 1, so that the + 1 of ``keys_of`` costs nothing.
+    ``full`` is (begin, end) of the keys whose tiles need no mask, or None. Keys are compared with
+    the last key seen, hi - 1, so that the + 1 of ``keys_of`` costs nothing.
     """
     BLOCK_Q: tl.constexpr = x.shape[0]
     BLOCK_KV: tl.constexpr = x.shape[1]
@@ -180,7 +180,7 @@ def apply_mask(x, start_q, start_kv, band, sizes, full, value):
 
 @triton.jit
 def apply_mask_transposed(x, start_q, start_kv, band, seq_q, full, value):
-    """Return a tile [keys, queries] likewise; of keys that do not exist it says nothing."""
+    """Return a tile [keys, queries] likewise; keys that do not exist are not masked."""
     BLOCK_Q: tl.constexpr = x.shape[1]
     queries = start_q + tl.arange(0, BLOCK_Q)[None, :]
     keys = start_kv + tl.arange(0, x.shape[0])[:, None]

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def multiple(x, PADDED: tl.constexpr):
-    """Return x, of which Triton knows now that PADDED, see ``tiles.padding``, divides it."""
+    """Return x such that Triton knows that PADDED (see ``plan.tile.padding``) divides it."""
     if PADDED > 1:
         x = x // PADDED * PADDED
     return x
@@ -16,7 +16,7 @@ def multiple(x, PADDED: tl.constexpr):
 
 @triton.jit
 def tile_pointers(x, strides, at, PADDED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return pointers [BLOCK, BLOCK_D] to rows from ``at`` on: batch, head, row; in 64 bits."""
+    """Return 64-bit pointers [BLOCK, BLOCK_D] to rows from ``at`` (batch, head, row) on."""
     batch, head, start = at
     stride_b, stride_h, stride_t = strides
     stride_b, stride_h = multiple(stride_b, PADDED), multiple(stride_h, PADDED)
@@ -38,7 +38,7 @@ def tile_mask(
 ):
     """Return which elements of a tile exist, or None when all do.
 
-    PADDED is ``tiles.padding``: of so many columns at a time all are there or none. ALL_ROWS says
+    PADDED (see ``plan.tile.padding``) columns at a time exist together or not at all. ALL_ROWS says
     that all rows exist.
     """
     rows = (start + tl.arange(0, BLOCK) < size)[:, None]
@@ -62,7 +62,7 @@ def load_by_pointers(
     BLOCK_D: tl.constexpr,
     ALL_ROWS: tl.constexpr,
 ):
-    """Load rows [BLOCK, BLOCK_D] from ``at`` on: batch, head, row; what lies outside is 0."""
+    """Load rows [BLOCK, BLOCK_D] from ``at`` (batch, head, row) on, with 0 out of bounds."""
     pointers = tile_pointers(x, strides, at, PADDED, BLOCK, BLOCK_D)
     mask = tile_mask(at[2], size, head_dim, PADDED, BLOCK, BLOCK_D, ALL_ROWS)
     if mask is None:
@@ -84,7 +84,7 @@ def load_one(
     ALL_ROWS: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Load a tile that was not decomposed, or one term of it; see ``load_tile``."""
+    """Load a tile that is not decomposed, or one term of one that is; see ``load_tile``."""
     if CONFIG.DESCRIPTORS:
         batch, head, start = at
         tile = x.load([batch, head, start, 0]).reshape(BLOCK, CONFIG.BLOCK_D)
@@ -123,7 +123,7 @@ def load_tile(
     ALL_ROWS: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Load rows [BLOCK, BLOCK_D] from ``at`` on: batch, head, row; what lies outside is 0.
+    """Load rows [BLOCK, BLOCK_D] from ``at`` (batch, head, row) on, with 0 out of bounds.
 
     A decomposed tensor has a head for each bf16 term, and no columns to pad; its tile is a tuple.
     """
@@ -145,7 +145,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(x, strides, at, size, tile, head_dim, PADDED: tl.constexpr):
-    """Store rows from ``at`` on, rounded to x's dtype; what lies outside stays."""
+    """Store rows from ``at`` on, rounded to x's dtype; nothing is stored out of bounds."""
     BLOCK: tl.constexpr = tile.shape[0]
     BLOCK_D: tl.constexpr = tile.shape[1]
     pointers = tile_pointers(x, strides, at, PADDED, BLOCK, BLOCK_D)

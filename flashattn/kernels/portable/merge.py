@@ -1,4 +1,4 @@
-"""flashattn_merge: attention to more keys is added to attention to some, by their logsumexp."""
+"""flashattn_merge: merge attention to some keys with attention to others, by logsumexp."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def flashattn_merge(
     BLOCK_D: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Merge BLOCK rows of a head; o of rows that see none of the keys is neither read nor written.
+    """Merge BLOCK rows of a head; o of rows that see none of the new keys is not accessed.
 
-    Each warp reads lse, so the sum goes elsewhere: to lse_merged, which is dense. WHOLE says that
-    BLOCK_D columns are all there are.
+    Each warp reads lse, so the new lse is written to lse_merged, which is dense. WHOLE says that
+    there are exactly BLOCK_D columns.
     """
     blocks = tl.cdiv(rows, BLOCK)
     head, start = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK
@@ -48,7 +48,7 @@ def flashattn_merge(
     lse_more += tl.reshape(tile_pointers(0, lse_more_strides, at, 1, BLOCK, 1), [BLOCK])
     before = tl.load(lse, mask=there, other=float("-inf"))
     added = tl.load(lse_more, mask=there, other=float("-inf"))
-    seen = added != float("-inf")  # so is NaN
+    seen = added != float("-inf")  # NaN counts as seen
     most = finite_max(tl.maximum(before, added))
     weight, weight_more = tl.exp(before - most), tl.exp(added - most)
     total = weight + weight_more
@@ -68,13 +68,13 @@ def flashattn_merge(
 def launch(
     o: torch.Tensor, lse: torch.Tensor, o_more: torch.Tensor, lse_more: torch.Tensor
 ) -> None:
-    """Merge in place.
+    """Merge o_more and lse_more into o and lse, in place.
 
     Args:
         o: [B, H, T, D], rows dense.
         lse: fp32 [B, H, T].
-        o_more: attention of the same queries to other keys, likewise.
-        lse_more: likewise.
+        o_more: attention of the same queries to other keys, like o.
+        lse_more: like lse.
     """
     batch, heads, rows, head_dim = o.shape
     programs, columns = triton.cdiv(rows, BLOCK) * batch * heads, block_d(head_dim)

@@ -1,13 +1,13 @@
-"""flashattn_bwd_preprocess: two numbers a row that the backward needs.
+"""flashattn_bwd_preprocess: the two numbers per row that the backward needs.
 
-lse_log2 = lse * log2(e); it is +inf for fully masked rows, and for those that only pad: their P is
-0. delta = rowsum(dO * O) - dlse; it is 0 where lse_log2 is +inf.
+lse_log2 = lse * log2(e); it is +inf for fully masked rows and for padding rows, so their P is 0.
+delta = rowsum(dO * O) - dlse; it is 0 where lse_log2 is +inf.
 
-Where they are bf16, they are -lse / scale and -delta in three terms each: a product adds them to
-scores and to dP. Where lse_log2 is +inf, the first term is the least finite number, as -inf is not
-the sum of terms.
+In bf16, the outputs are -lse / scale and -delta in three terms each, which a product adds to scores
+and to dP. Where lse_log2 is +inf, the first term is the least finite number, as -inf is not a sum
+of terms.
 
-Counters that a later kernel needs at 0 are cleared besides, which saves a launch.
+The kernel also clears counters that a later kernel needs at 0, which saves a launch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from flashattn.kernels.portable.memory import load_by_pointers, load_rows, store
 from flashattn.kernels.portable.scheduler import tile_coord
 from flashattn.plan import portable
 
-LEAST = tl.constexpr(-3.3895313892515355e38)  # of bf16
+LEAST = tl.constexpr(-3.3895313892515355e38)  # the least finite bf16
 TERMS_COLUMNS = tl.constexpr(portable.TERMS_COLUMNS)
 BLOCK, WARPS = portable.STATS_BLOCK, 4
 
 
 @triton.jit
 def load_lse(lse, row, start, seq_q, BLOCK: tl.constexpr):
-    """Load lse of a tile's rows; it is -inf for rows that only pad."""
+    """Load lse of a tile's rows; it is -inf for padding rows."""
     rows = start + tl.arange(0, BLOCK)
     offsets = row.to(tl.int64) * seq_q + rows
     return tl.load(lse + offsets, mask=rows < seq_q, other=float("-inf"))
@@ -55,7 +55,7 @@ def delta_of(o_tile, do_tile, grad_lse, lse_log2_rows, row, start, seq_q):
 
 @triton.jit
 def store_terms(x, row, rows, start, values, COLUMNS: tl.constexpr):
-    """Store numbers [BLOCK] as three bf16 terms of rows [COLUMNS], whose others are 0."""
+    """Store values [BLOCK] as three bf16 terms each, in rows [COLUMNS] that are 0 elsewhere."""
     high = values.to(tl.bfloat16)
     rest = tl.where(tl.abs(values) == float("inf"), 0.0, values - high.to(tl.float32))
     middle = rest.to(tl.bfloat16)
@@ -93,8 +93,8 @@ def flashattn_bwd_preprocess(
 ):
     """Write lse_log2 and delta of BLOCK rows of one head, and clear COUNTERS of all counters.
 
-    ``sinks`` are the sinks, ``sink_stride`` from batch to batch, and what the rows of a program
-    give to their gradient; or None.
+    ``sinks`` is (sinks, partial gradients of sinks, one for each program), or (None, None);
+    ``sink_stride`` is the batch stride of the sinks.
     """
     block, batch, head = tile_coord(
         tl.program_id(0), None, seq_q_rounded // BLOCK, heads, False, False
@@ -130,8 +130,8 @@ def flashattn_bwd_preprocess(
 def load_lse_log2(stats, stride, row, start, seq_q, BLOCK: tl.constexpr):
     """Load lse_log2 of a tile's rows.
 
-    ``stats`` is (lse_log2, delta, None), ``stride`` apart from head to head, or, where no launch
-    has prepared these, (lse, its gradient or None, o).
+    ``stats`` is (lse_log2, delta, None), with head stride ``stride``; or, without a preprocess,
+    (lse, its gradient or None, o).
     """
     lse, _, o = stats
     if o is None:
@@ -143,7 +143,7 @@ def load_lse_log2(stats, stride, row, start, seq_q, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_delta(stats, layout, at, do_tile, lse_log2_rows, row, seq_q, CONFIG: tl.constexpr):
-    """Load delta of a tile's rows likewise; ``at`` is the tile: batch, head, row."""
+    """Load delta of a tile's rows likewise; ``at`` is (batch, head, row) of the tile."""
     BLOCK: tl.constexpr = CONFIG.BLOCK_Q
     _, delta, o = stats
     if o is None:

@@ -1,7 +1,8 @@
 """A relative bias as rows that a thread loads 16 bytes at a time, or as Hopper's kernels read it.
 
-Row t of the scores begins at element T - 1 - t of the vector. Of ``tile.VECTOR`` copies, each of
-which begins one element later, one has that element at an aligned address: O(T + S) memory.
+Row t of the scores begins at element T - 1 - t of the vector. There are ``tile.VECTOR`` copies of
+it, each of which begins one element later, so one of them has that element at an aligned address.
+The copies take O(T + S) memory.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ def flashattn_shift(
 
     Args:
         bias: [B or 1, H or 1, size].
-        shifted: dense; what lies before and behind the vector is 0.
+        shifted: dense; 0 before and after the vector.
         strides: of the bias.
         heads: H or 1.
         size: T + S - 1.
         length: of a copy.
-        factor: that elements are multiplied by; None is as they are.
-        COPIES: how many.
+        factor: what elements are multiplied by; None leaves them as they are.
+        COPIES: number of copies.
         FRONT: elements before the vector.
-        BLOCK: see above.
+        BLOCK: elements of a program.
     """
     blocks = tl.cdiv(length, BLOCK)
     row, start = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK
@@ -63,7 +64,7 @@ def flashattn_shift(
 def shift(
     bias: TensorSpec, shifted: TensorSpec, front: int = 0, factor: float | None = None
 ) -> KernelLaunch:
-    """Return the launch of that kernel."""
+    """Return the launch of flashattn_shift."""
     batch, heads, count, length = shifted.shape
     return KernelLaunch(
         flashattn_shift,
@@ -75,7 +76,7 @@ def shift(
 
 @triton.jit
 def load_shifted(shifted, length, queries, keys, seq_q, COPIES: tl.constexpr):
-    """Load a tile of one head's bias; keys that do not exist have numbers, too."""
+    """Load a tile of one head's bias; keys that do not exist are loaded, too."""
     begin = seq_q - 1 - queries
     row = begin % COPIES * (length // COPIES * COPIES) + begin // COPIES * COPIES
     return tl.load(shifted + row + keys, mask=queries < seq_q, other=0.0)

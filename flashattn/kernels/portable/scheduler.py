@@ -1,4 +1,4 @@
-"""The tile scheduler: which tile of which head a program owns, and which split of the others."""
+"""The tile scheduler: which tile of which head a program owns, and which split it walks over."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def tile_coord(program, programs, blocks, heads, REVERSED: tl.constexpr, SECTION
     """Return (block, batch, head) of one of ``programs``.
 
     Neighbours share a head, and so its keys in L2. REVERSED starts the last block first: under a
-    causal mask it has most to do (longest processing time first). SECTIONED starts all blocks of
-    SECTION_HEADS heads in this order before those of the next: no long block is left for the
+    causal mask it has the most work (longest processing time first). SECTIONED starts all blocks of
+    SECTION_HEADS heads in that order before those of the next heads: no long block is left for the
     end, and several programs at a time still share a head's keys.
     """
     if SECTIONED:
@@ -39,11 +39,11 @@ def own_tile(
     REVERSED: tl.constexpr,
     SECTIONED: tl.constexpr,
 ):
-    """Return the tile that a program owns, of ``size`` rows, and that of the output.
+    """Return the tile that a program owns, among ``size`` rows, and its tile of the output.
 
-    Either is (batch, head, first row). ``grid`` is (program, programs): which of how many.
-    ``split`` is (batches, split_len): the output has so many batches for each split of what a
-    program loops over, unless that is None.
+    Both are (batch, head, first row). ``grid`` is (program, number of programs). ``split`` is
+    (batches, split_len): unless split_len is None, the output has so many batches for each split
+    of the rows that a program loops over.
     """
     program, programs = grid
     batches, split_len = split

@@ -1,4 +1,4 @@
-"""Scores: what becomes of the products of q and k before the mask.
+"""Scores: scale, softcap, ALiBi and bias, applied to products of q and k before the mask.
 
 ``score`` is a ``Score``, ``lies`` a ``ScoreLayout``, ``sizes`` is (seq_q, seq_kv).
 """
@@ -24,10 +24,10 @@ class Scale(NamedTuple):
     """The factors on products, each a float or None.
 
     Args:
-        log2: on a score, where it enters exp2.
-        factor: on dS; None forward.
-        sign: what makes ``log2`` positive, so that it does not move a maximum; None is 1.
-        cap: on a product, where it enters tanh; None is no softcap.
+        log2: on a score, in exp2.
+        factor: on dS; None in the forward.
+        sign: on a product; it makes ``log2`` positive, so that scaling keeps maxima; None is 1.
+        cap: on a product, in tanh; None is no softcap.
     """
 
     log2: Any
@@ -46,26 +46,26 @@ class Scale(NamedTuple):
         log2 = scale * LOG2E.value
         if not forward or log2 >= SMALLEST_SCALE:
             return cls(log2, factor, None, None)
-        # The product with a sign is exact: were scores rounded, those in a tile with a mask would
-        # be, and in others not, where the compiler joins the product with the difference from m.
+        # A product with a sign is exact. Scaled scores would be rounded in tiles with a mask, but
+        # not in others, where the compiler fuses the product with the subtraction of m.
         size = max(abs(log2), SMALLEST_SCALE)
         return cls(size, factor, log2 / size, None)
 
 
 class ScoreLayout(NamedTuple):
-    """How the tensors lie that scores are made with.
+    """Strides of the tensors of scores: slopes, bias and sinks.
 
-    It is an argument of its own, and flat: Triton 3.6 loses a 1 in a tuple within a tuple.
+    It is a separate, flat argument, because Triton 3.6 loses a 1 in a tuple within a tuple.
 
     Args:
-        slopes: from batch to batch in the slopes.
-        query_offset: query t stands at key t + query_offset.
-        batch: from batch to batch in the bias; None where all share it, as for the next three.
-        head: from head to head.
-        query: from query to query.
-        key: from key to key.
-        length: of each of the copies of a relative bias, see ``relative``.
-        sink: from batch to batch in the sinks.
+        slopes: batch stride of the slopes.
+        query_offset: query t is at the position of key t + query_offset.
+        batch: batch stride of the bias; None where all share it, as for the next three.
+        head: head stride of the bias.
+        query: query stride of the bias.
+        key: key stride of the bias.
+        length: length of each copy of a relative bias, see ``relative``.
+        sink: batch stride of the sinks.
     """
 
     slopes: Any = None
@@ -80,7 +80,7 @@ class ScoreLayout(NamedTuple):
     @classmethod
     @lru_cache
     def of(cls, options: Options, heads: int) -> ScoreLayout:
-        """Return how they lie; all is None where there are none."""
+        """Return the strides; those of absent tensors are None."""
         made: dict[str, int | None] = {}
         if options.alibi:
             made = {
@@ -99,13 +99,13 @@ class ScoreLayout(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What scores of one head are made with, or of all; each but the scale may be None.
+    """Operands of the scores of one head, or of all; each except the scale may be None.
 
     Args:
         scale: a ``Scale``.
-        slope: of ALiBi in base 2, or where those of all heads begin.
-        bias: where it begins.
-        dbias: where its gradient begins, unless scores share it.
+        slope: ALiBi slope in base 2, or a pointer to those of all heads.
+        bias: pointer to the bias.
+        dbias: pointer to the gradient of the bias, unless scores share its elements.
     """
 
     scale: Any
@@ -122,7 +122,7 @@ def slope_of(slopes, lies, batch, head):
 
 @triton.jit
 def bias_of(bias, lies, batch, head, VECTOR: tl.constexpr):
-    """Return where the bias of a head's first query and key lies."""
+    """Return a pointer to the bias of a head's first query and key."""
     if lies.batch is not None:
         bias += tl.cast(batch, tl.int64) * multiple(lies.batch, VECTOR)
     if lies.head is not None:
@@ -176,9 +176,9 @@ def in_base_2(
     ALL_KEYS: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Return the scores in base 2 of products, or of what ``capped`` made of them.
+    """Return the scores in base 2 from products, or from what ``capped`` returned.
 
-    TRANSPOSED is a tile [keys, queries]; ALL_KEYS says that all keys exist.
+    TRANSPOSED says that the tile is [keys, queries]; ALL_KEYS says that all keys exist.
     """
     scale, slope, bias, _ = score
     x = s * scale.log2
@@ -191,7 +191,7 @@ def in_base_2(
         at = queries + (start_q + lies.query_offset - start_kv)
         x -= slope * tl.abs(at.to(tl.float32) - keys.to(tl.float32))
     if bias is not None:
-        # A tile begins with a multiple of its size; of a loop's variable Triton does not know.
+        # A tile begins at a multiple of its size; Triton does not know this of a loop variable.
         start_kv = multiple(start_kv, CONFIG.BLOCK_KV)
         x += LOG2E * load_bias(
             bias, lies, start_q, start_kv, queries, keys, sizes, ALL_KEYS, CONFIG.VECTOR
@@ -201,7 +201,7 @@ def in_base_2(
 
 @triton.jit
 def store_dbias(ds, dbias, start_q, start_kv, sizes, CONFIG: tl.constexpr):
-    """Store the gradient of a tile of scores as that of their bias, which no others share."""
+    """Store dS of a tile as the gradient of its bias, which no other scores share."""
     seq_q, seq_kv = sizes
     queries = start_q + tl.arange(0, CONFIG.BLOCK_Q)[:, None]
     keys = multiple(start_kv, CONFIG.BLOCK_KV) + tl.arange(0, CONFIG.BLOCK_KV)[None, :]
@@ -212,7 +212,7 @@ def store_dbias(ds, dbias, start_q, start_kv, sizes, CONFIG: tl.constexpr):
 
 @triton.jit
 def first_state(sink, lies, batch, head, first, BLOCK_Q: tl.constexpr):
-    """Return (m, l) of rows that have seen no key: of the first part, their sink, if they have."""
+    """Return (m, l) of rows that have seen no key: that of a sink, if any, in the first split."""
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     if sink is not None:
@@ -226,7 +226,7 @@ def first_state(sink, lies, batch, head, first, BLOCK_Q: tl.constexpr):
 def capped(s, cap):
     """Return tanh(s * cap), within 2 units in the last place.
 
-    By exp2 where that loses nothing, by a polynomial of least relative error nearer to 0.
+    It uses exp2 where that loses no accuracy, and a polynomial of least relative error near 0.
     """
     x = s * cap
     square = x * x

@@ -1,6 +1,6 @@
-"""Gradients of what scores are made with: of a bias that several scores share, and of sinks.
+"""Gradients of a bias whose elements several scores share, and of sinks.
 
-Each element is written by one program, in one order: no atomics.
+One program writes each element, in a fixed order: no atomics.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def add_scores(
 ):
     """Add dS of a tile of queries and of keys ``own_keys ... end_keys`` to a tile of dbias.
 
-    ``added`` is what their scores have besides, in base 2, or None; ONE says that it is one tile of
-    keys that are seen: without a loop, the loop around is pipelined.
+    ``added`` is the ALiBi and bias of these scores, in base 2, or None. ONE says that the keys are
+    one visible tile: without a loop over keys, the outer loop is pipelined.
     """
     q, _, _, grad_o, stats, layout = inputs
     batch, head, start_q = q_at
@@ -88,9 +88,9 @@ def store_shared(
     OF_QUERIES: tl.constexpr,
     OF_KEYS: tl.constexpr,
 ):
-    """Add up a tile over the queries and keys that share an element, and store it.
+    """Sum a tile over the queries and keys that share an element, and store it.
 
-    ``row`` is a head of dbias, of those of all batches.
+    ``row`` is the index of a head of dbias, counted across batches.
     """
     seq_q, seq_kv = sizes
     queries, keys = start_q + tl.arange(0, acc.shape[0]), start_kv + tl.arange(0, acc.shape[1])
@@ -110,9 +110,9 @@ def store_shared(
 
 @triton.jit
 def store_by_distance(acc, partial, row, rows, start_kv, sizes):
-    """Add up a tile by distance s - t, and store both parts: from start_kv on, and before.
+    """Sum a tile by distance s - t, and store both parts: from start_kv on, and before.
 
-    Both are of a relative bias's gradient, of ``rows`` heads of all batches.
+    Both are parts of a relative bias's gradient; ``rows`` is the number of heads of all batches.
     """
     seq_q, seq_kv = sizes
     BLOCK: tl.constexpr = acc.shape[1]
@@ -128,7 +128,7 @@ def store_by_distance(acc, partial, row, rows, start_kv, sizes):
 
 @triton.jit
 def own_part(sizes, OF_QUERIES: tl.constexpr, OF_KEYS: tl.constexpr, CONFIG: tl.constexpr):
-    """Return which head of dbias a program owns a part of, and where that begins."""
+    """Return the head of dbias of which a program owns a part, and where the part begins."""
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     seq_q, seq_kv = sizes
@@ -191,8 +191,8 @@ def flashattn_bwd_dbias(
 ):
     """Compute the gradient of a bias that several scores share.
 
-    A program owns a tile of it, or of its rows or columns, and walks over the batches, heads,
-    queries and keys that share these.
+    A program owns a tile of the bias, or of its rows or columns, and walks over the batches, heads,
+    queries and keys that share it.
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
@@ -257,7 +257,7 @@ def flashattn_bwd_dbias_relative(
     scale,
     CONFIG: tl.constexpr,
 ):
-    """Compute the gradient of a relative bias in parts, of which ``dbias`` holds two of each head.
+    """Compute the gradient of a relative bias in parts; ``dbias`` holds two for each head.
 
     A program owns the tiles of scores of one head at one distance; see ``store_by_distance``.
     """
@@ -269,7 +269,7 @@ def flashattn_bwd_dbias_relative(
     row, start_q, end_q, distance = own_distance(sizes, BLOCK)
     batch, head, start_kv = row // heads, row % heads, start_q + distance
     band = left, right, bounds[0], bounds[1]
-    if CLEAN:  # all tiles are seen as the first is
+    if CLEAN:  # all tiles at one distance are seen as the first is
         first, _, _, end = key_tiles(start_q, band, sizes, 0, None, CONFIG)
         end_q = tl.where((start_kv + BLOCK > first) & (start_kv < end), end_q, start_q)
     else:
@@ -304,12 +304,12 @@ def flashattn_bwd_dbias_relative(
 
 @triton.jit(do_not_specialize=[*SIZES, "size"])
 def flashattn_bwd_drelative(partial, dbias, lies, heads, batches, size, BLOCK: tl.constexpr):
-    """Add up the parts of a relative bias's gradient; a program owns BLOCK elements.
+    """Sum the parts of a relative bias's gradient; a program owns BLOCK elements.
 
     Args:
         partial: [2, batches, heads, size], in fp32.
         dbias: [batches or 1, heads or 1, size].
-        lies: which of these share it.
+        lies: says which batches and heads share it.
         heads: H.
         batches: B.
         size: T + S - 1.
@@ -333,16 +333,16 @@ def flashattn_bwd_drelative(partial, dbias, lies, heads, batches, size, BLOCK: t
 def flashattn_bwd_dsink(
     partial, dsink, heads, batches, rows, SHARED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add up the gradient of sinks; a program owns one, of all batches if it is SHARED.
+    """Sum the gradients of sinks; a program owns one sink, of all batches if SHARED.
 
     Args:
-        partial: [batches, heads, rows], of some queries each.
+        partial: [batches, heads, rows], each the sum over some queries.
         dsink: [batches or 1, heads].
         heads: H.
         batches: B.
-        rows: numbers of a head.
+        rows: partial sums of a head.
         SHARED: whether all batches have the same sinks.
-        BLOCK: numbers that are added at a time.
+        BLOCK: partial sums that are added at a time.
     """
     program = tl.program_id(0)
     acc = tl.zeros([BLOCK], tl.float32)

@@ -1,4 +1,4 @@
-"""Steps of the portable kernels: each launch's arguments, from a plan."""
+"""Steps of the portable kernels: the launches of a plan, with their arguments."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def _combine(plan: ForwardPlan, q: TensorSpec, o: TensorSpec) -> Step:
 def extra_names(
     options: Options, scored: Sequence[str | None] | None = None
 ) -> tuple[tuple[Name, ...], tuple[tuple[None, ...], ...]]:
-    """Return the names of the bounds, and of what scores are made with, as kernels take them.
+    """Return the names of the bounds and of the score tensors, as kernels take them.
 
     Args:
-        options: what is asked.
-        scored: the latter, in place of ``SCORED`` that there are.
+        options: what the call asks for.
+        scored: names of the score tensors, instead of those in ``SCORED`` that are given.
 
     Returns:
-        The names, and what a launch has as numbers where there are no such tensors.
+        The names, and the placeholders that a launch has as numbers if there are no such tensors.
     """
     absent = (None,) * len(BOUNDS), (None,) * len(SCORED)
     if not options.extras:
@@ -124,7 +124,7 @@ def extra_names(
 def scored_names(
     options: Options, scored: Sequence[str | None] | None = None
 ) -> tuple[str | None, ...]:
-    """Return the names of what scores are made with, None where there is none; args as above."""
+    """Return the names of the score tensors, None for absent ones; arguments as above."""
     if scored is None:
         given = zip(SCORED, options.scored, strict=True)
         scored = [name if there else None for name, there in given]
@@ -142,14 +142,14 @@ def copies(options: Options) -> list[Step]:
 
 
 def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int, int] | None:
-    """Return the distances of two batches in the bounds of the keys and of the queries."""
+    """Return the batch strides of the bounds: of the keys and of the queries."""
     if not options.bounds:
         return None
     return (0, 0) if options.bounds == 1 else (2 * seq_q, 2 * seq_kv)
 
 
 def terms(count: int, **inputs: TensorSpec) -> tuple[list[Step], list[TensorSpec], tuple[str, ...]]:
-    """Return what decomposes inputs into bf16 terms, the specs of these, and their names."""
+    """Return the launch that decomposes inputs into bf16 terms, and their specs and names."""
     if not count:
         return [], list(inputs.values()), tuple(inputs)
     specs = list(inputs.values())
@@ -168,7 +168,7 @@ def terms(count: int, **inputs: TensorSpec) -> tuple[list[Step], list[TensorSpec
 
 
 def _loads(tile: Tile, inputs: Sequence[TensorSpec], rows: Sequence[int]) -> list[TileLoadSpec]:
-    """Return how inputs are loaded, in tiles of so many rows; none are by pointers."""
+    """Return the descriptors of inputs, in tiles of so many rows; none with pointers."""
     if not tile.descriptors:
         return []
     return [
@@ -195,8 +195,8 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
 
     Args:
         plan: of the portable kernels.
-        specs: of q, k, v, grad_o and o, and others that are not asked.
-        options: what is asked.
+        specs: of q, k, v, grad_o and o, and others that are not used.
+        options: what the call asks for.
     """
     q, k, v, grad_o, o, *_ = specs
     passes = [backward_pass(one, specs, plan.precision, options) for one in plan.passes]
@@ -221,15 +221,15 @@ def preprocessing(
     filled: tuple[str, str] = ("lse_log2", "delta"),
     sink: int = 0,
 ) -> Step:
-    """Return the launch that fills two of lse_log2, delta, and terms of -lse / scale and -delta.
+    """Return the launch that fills lse_log2 (or terms of -lse / scale) and delta (or of -delta).
 
     Args:
-        o: one of what it reads.
-        grad_o: likewise.
-        counters: what it clears besides, or None.
+        o: its spec.
+        grad_o: its spec.
+        counters: counters that the launch also clears, or None.
         scale: of the scores, if it fills terms.
-        filled: names of the workspaces.
-        sink: batches for which there are sinks: rows give their parts of dsink, too.
+        filled: names of the workspaces that it fills.
+        sink: batch size of the sinks; with sinks, it also fills the partial sums of dsink.
     """
     batch, heads, seq_q, head_dim = o.shape
     rows, strides = padded_rows(seq_q), (o.strides[:3], grad_o.strides[:3])
@@ -252,7 +252,7 @@ def preprocessing(
 
 
 def sum_sinks(o: TensorSpec, options: Options) -> Step:
-    """Return the launch that adds up the gradient of sinks."""
+    """Return the launch that sums the partial gradients of sinks."""
     batch, heads, seq_q, _ = o.shape
     launch = KernelLaunch(
         score_gradients.flashattn_bwd_dsink,
@@ -270,7 +270,7 @@ def sum_sinks(o: TensorSpec, options: Options) -> Step:
 def written(
     one: Pass, q: TensorSpec, k: TensorSpec, v: TensorSpec
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return where a pass writes each gradient, itself or partial sums, and the strides there."""
+    """Return the tensor and strides to which a pass writes each gradient or its partial sums."""
     of_queries, of_keys = one.splits[0], one.splits[-1]
     grads = {"dk": (k, of_queries), "dv": (v, of_queries), "dq": (q, of_keys)}
     found = {}
@@ -287,17 +287,17 @@ def backward_pass(one: Pass, specs: Sequence[TensorSpec], precision: str, option
     """Return the launch of flashattn_bwd_dkdv, flashattn_bwd_dq, or flashattn_bwd, which is both.
 
     Args:
-        one: which, and how.
-        specs: of q, k, v, grad_o and o, and others that are not asked.
+        one: the plan's pass.
+        specs: of q, k, v, grad_o and o, and others that are not used.
         precision: as ``precision.input_precision`` returns it.
-        options: what is asked.
+        options: what the call asks for.
     """
     (q, k, v, grad_o, o), tile = specs[:5], cast("Tile", one.tile)
     (batch, heads, seq_q, head_dim), (_, kv_heads, seq_kv, _) = q.shape, k.shape
     _, inputs, names = terms(one.terms, q=q, k=k, v=v, grad_o=grad_o)
     grads = written(one, q, k, v)
     split_lens = [x.length if x.num > 1 else None for x in one.splits]
-    whole = one.kernel == "bwd_one_launch"  # which takes o, and lse itself
+    whole = one.kernel == "bwd_one_launch"  # takes o, and lse instead of lse_log2
     rows = ("lse", "grad_lse", "o") if whole else ("lse_log2", "delta", None)
     read, write = [x.strides[:3] for x in inputs], [strides for _, strides in grads.values()]
     lies = (grads[name][1] if name in grads else None for name in GRADS)
@@ -376,11 +376,11 @@ def dbias_steps(
 
 
 def sum_partials(grads: dict[str, tuple[TensorSpec, int]]) -> list[Step]:
-    """Return the launch that adds up partial sums, if there are any.
+    """Return the launch that sums the splits of gradients, if there are any.
 
     Args:
-        grads: specs of k, v and q, by the names of their gradients, and of how many splits these
-            are the sum.
+        grads: by the names of gradients, the specs of k, v and q, and of how many splits each
+            gradient is the sum.
     """
     added = {name: x for name, (x, num) in grads.items() if num > 1}
     if not added:

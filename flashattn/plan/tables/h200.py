@@ -7,7 +7,7 @@ from flashattn.plan.tile import Tile
 
 MEASURED_TRITON = (3, 6)
 # Measured: one H200, 700 W, driver 580.159.04, torch 2.11, triton 3.6, bf16, N = 4096, 2026-11-21;
-# those of limited registers at N = 1024 to 16 384, 2026-11-22. "decode" from 64 columns on: one
+# tiles with a register limit at N = 1024 to 16 384, 2026-11-22. "decode" from 64 columns on: one
 # H100, S = 1024 to 131 072, 2026-11-28.
 DESCRIPTORS = rows(
     {
@@ -31,7 +31,7 @@ DESCRIPTORS = rows(
     },
     descriptors=True,
 )
-# Rows of 32 bytes, which pointers load faster than descriptors. Likewise, 2026-11-22.
+# Rows of 32 bytes, which pointers load faster than descriptors. Measured likewise, 2026-11-22.
 NARROW = rows(
     {
         ("fwd", 2, 16): (64, 128, 4, 3, 128),
@@ -40,8 +40,8 @@ NARROW = rows(
     },
     aligned=True,
 )
-# Measured likewise, of one to 64 heads of 64 to 16 384, aligned, 2026-11-22. What is split and
-# comes misaligned has the tiles of a full GPU.
+# Measured likewise, one to 64 heads of 64 to 16 384, aligned inputs, 2026-11-22. Misaligned inputs
+# that are split use the tiles of a full GPU.
 SMALL_GRID = (
     rows(
         {
@@ -63,9 +63,9 @@ SMALL_GRID = (
         descriptors=True,
     )
 )
-# Inputs that no descriptor can address (expanded, misaligned), and those that are not worth one.
-# Measured likewise, of misaligned inputs, but for "decode", which was chosen by compiling without a
-# GPU. Nothing spills with Triton 3.6 and 3.9.
+# Inputs that no descriptor can address (expanded, misaligned) or that are not worth one. Measured
+# likewise, with misaligned inputs, except "decode", which was chosen by compiling without a GPU.
+# Nothing spills with Triton 3.6 and 3.9.
 POINTERS = rows(
     {
         ("fwd", 2, 16): (64, 64, 4, 2),
@@ -90,9 +90,9 @@ POINTERS = rows(
         ("bwd_dq", 2, 256): (128, 32, 8, 2),
     }
 )
-# fp32 as six bf16 products, measured as above. By pointers a kernel cuts what it loads. Triton 3.6
-# miscompiles some of those tiles, such as 64 x 16 with 8 warps: the search met illegal accesses,
-# and left them out.
+# fp32 as six bf16 products, measured as above. Loaded by pointers, fp32 is decomposed in the
+# kernel. Triton 3.6 miscompiles some such tiles, such as 64 x 16 with 8 warps: the search met
+# illegal accesses, and left them out.
 FP32 = rows(
     {
         ("fwd", 4, 16): (128, 32, 4, 1),
@@ -136,8 +136,8 @@ DECOMPOSED = rows(
     descriptors=True,
     decomposed=True,
 )
-# With later compilers than the measured one some of those spill. Not measured there; with 3.6 the
-# first of these makes 483 of 569 TFLOP/s, the second 153 of 247.
+# Later compilers than the measured one spill with some of those. These were not measured there;
+# with 3.6 the first reaches 483 TFLOP/s instead of 569, the second 153 instead of 247.
 LATER = rows(
     {
         ("fwd", 2, 32): ((64, 128, 4, 3), (64, 64, 4, 3)),
@@ -156,9 +156,9 @@ LATER = rows(
 )
 LATER["bwd_dkdv", 2, 256, True, True] = Tile(16, 32, 8, 1)
 # Fused passes: one head of 512 to 32 768 keys, and batches as small; "bwd_one_launch": one head of
-# 64 to 256, and batches as small. Measured likewise, 2026-11-22, but for "bwd_fused" at D = 128 by
-# pointers, which was chosen by compiling; nothing of "bwd_one_launch" may spill. Narrow heads are
-# loaded by pointers, the faster way by up to a fifth. fp32 that is not decomposed has none: those
+# 64 to 256, and batches as small. Measured likewise, 2026-11-22, except "bwd_fused" at D = 128 by
+# pointers, which was chosen by compiling; "bwd_one_launch" may not spill. Narrow heads are loaded
+# by pointers, which is up to a fifth faster. fp32 that is not decomposed has no such tiles: those
 # tried spill.
 FUSED = (
     rows(
@@ -187,16 +187,16 @@ FUSED = (
         decomposed=True,
     )
 )
-# One product of TF32, which needs no registers for parts: larger tiles fit. N = 4096, 2026-11-22;
-# where there is none the tile of six products serves.
+# One TF32 product, which needs no registers for terms, so larger tiles fit. N = 4096, 2026-11-22.
+# Kernels without a row use the tile of six products.
 TF32: dict[tuple[Kernel, int], Tile] = {
     ("fwd", 16): Tile(64, 64, 4, 3, descriptors=True),
     ("fwd", 32): Tile(128, 32, 4, 3, descriptors=True),
     ("bwd_dkdv", 128): Tile(32, 128, 8, 2, descriptors=True),
 }
-# In its place three products of two bf16 terms, decomposed beforehand: as fast at D = 64, faster at
-# 128, where those tried for dK and dV spill (Hopper's own do not). Fused passes at D = 16 are up to
-# a third slower for one head.
+# Instead, three products of two bf16 terms, decomposed beforehand: as fast at D = 64, faster at
+# 128, where the tiles tried for dK and dV spill (Hopper's own do not). Fused passes at D = 16 are
+# up to a third slower for one head.
 TF32_DECOMPOSED: dict[tuple[Kernel, int], Tile] = {
     ("fwd", 64): Tile(128, 64, 8, 2, descriptors=True, decomposed=True),
     ("fwd", 128): Tile(128, 64, 8, 2, descriptors=True, decomposed=True),
@@ -206,8 +206,8 @@ TF32_DECOMPOSED: dict[tuple[Kernel, int], Tile] = {
     ("bwd_fused", 32): Tile(64, 64, 4, 2, descriptors=True, decomposed=True),
     ("bwd_fused", 64): Tile(64, 64, 4, 2, descriptors=True, decomposed=True),
 }
-# Short windows. What a program's few steps wait for, other programs cover: the fewer stages, the
-# more of them fit an SM. Measured: H200s, windows of 128 to 1024 keys, 2026-11-28.
+# Short windows. A program has few steps, so other programs hide its latency: with fewer stages,
+# more programs fit an SM. Measured: H200s, windows of 128 to 1024 keys, 2026-11-28.
 WINDOW: dict[tuple[Kernel, int], Tile] = {
     ("fwd", 64): Tile(64, 64, 4, 1, descriptors=True),
     ("fwd", 128): Tile(64, 64, 4, 1, descriptors=True),

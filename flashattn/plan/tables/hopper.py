@@ -6,8 +6,8 @@ import math
 
 from flashattn.plan.tile import HopperBackwardTile, HopperD256Tile, HopperFp32Tile, HopperTile
 
-# Measured: one H200, 700 W, torch 2.11, triton 3.6, bf16, N = 1024 ... 16 384, 2026-11-21; by
-# columns and mask, and then by the number of queries from which on a tile is taken.
+# By columns and mask, then by the number of queries from which on a tile is used. Measured: one
+# H200, 700 W, torch 2.11, triton 3.6, bf16, N = 1024 ... 16 384, 2026-11-21.
 _TWO, _THREE = HopperTile(stages=4), HopperTile(stages=4, consumers=3, registers=160)
 _WIDE = {
     96: HopperTile(),
@@ -18,25 +18,25 @@ _WIDE = {
 FORWARD = {(64, False): {0: _TWO, 2048: _THREE}, (64, True): {0: _TWO, 8192: _THREE}} | {
     (columns, mask): {0: tile} for columns, tile in _WIDE.items() for mask in (False, True)
 }
-# Of keys from 129 columns up to so many, with values of 128 at most (docs/tuning-log.md).
+# For keys of 129 to 192 columns with values of at most 128 (docs/tuning-log.md).
 WIDEST_OF_NARROW, NARROW_FORWARD = 192, HopperTile(own_o=False)
-# Where programs have few tiles each it is waves that count, of which the last may be almost empty:
-# the one of these is taken that needs the least time. Measured: likewise, 1 to 128 heads of 512 to
-# 32 768, 2026-11-22 (docs/tuning-log.md).
+# With few tiles per program, the number of waves decides, and the last wave may be almost empty:
+# the fastest of these tiles is used. Measured: likewise, 1 to 128 heads of 512 to 32 768,
+# 2026-11-22 (docs/tuning-log.md).
 FEW_WAVES = 8
 FEW_WAVES_FORWARD = {(64, False): (_TWO, _THREE), (64, True): (_TWO,)}
-# Without a mask one tile is within 1.1% of the best, in the mean over one to 512 heads of 512 to
-# 32 768, in any order and semaphore-ordered, 2026-11-22 (docs/tuning-log.md); for the heads of its
-# sections see ``splits.rotating_section``.
+# Without a mask, one schedule is within 1.1% of the best on average, over one to 512 heads of 512
+# to 32 768, unordered and semaphore-ordered, 2026-11-22 (docs/tuning-log.md). Its sections come
+# from ``splits.rotating_section``.
 ROTATING = {(columns, False): {0: HopperBackwardTile(persistent=True)} for columns in (64, 96, 128)}
-# Under a mask the heads of a section begin with their longest tiles, and SMs take the next one when
-# they are free. More heads at once wait less for dq's semaphores, and miss the L2 cache more often.
-# Where there are as many heads as SMs, in any order, short ones are faster if each of these has its
-# own tiles. Measured: 16 384 tokens, one H100, 2026-11-26 (docs/tuning-log.md).
+# Under a mask, the heads of a section begin with their longest tiles, and a free SM takes the next
+# tile. With larger sections, programs wait less for dQ semaphores, but miss the L2 cache more
+# often. With as many heads as SMs and unordered dQ, short heads are faster with persistent
+# programs. Measured: 16 384 tokens, one H100, 2026-11-26 (docs/tuning-log.md).
 _LONGEST = {0: HopperBackwardTile(section=8)}
 BACKWARD = ROTATING | {(64, True): _LONGEST, (96, True): _LONGEST, (128, True): _LONGEST}
-MANY_HEADS = 0.95  # heads for each SM
-SHORT_HEADS = {64: 2048, 96: 1024, 128: 1024}  # queries of a head, at most, by columns
+MANY_HEADS = 0.95  # heads per SM
+SHORT_HEADS = {64: 2048, 96: 1024, 128: 1024}  # most queries of a head, by columns
 MANY_SHORT_HEADS = HopperBackwardTile(section=4, persistent=True)
 _SEMAPHORE = {
     0: HopperBackwardTile(section=64, persistent=True),
@@ -53,8 +53,8 @@ DETERMINISTIC = ROTATING | {
     (96, True): _SEMAPHORE,
     (128, True): _SEMAPHORE,
 }
-# Documents take the tile of a head that is as long as they are, in any order, too. It has so many
-# queries at least, if there are: programs of documents differ too much to be persistent.
+# Documents use the deterministic schedule of a head of their length, even if dQ is unordered. The
+# length is at least this, if there are so many queries: their programs differ too much to persist.
 LONG_HEAD = 2048
 BACKWARD_D256 = {
     (192, False): {0: HopperD256Tile(stages=3)},
@@ -62,20 +62,20 @@ BACKWARD_D256 = {
     (256, False): {0: HopperD256Tile()},
     (256, True): {0: HopperD256Tile(), 16384: HopperD256Tile(section=1)},
 }
-# Keys and values of a section of the forward, about what FlashAttention-4 keeps in the L2 cache.
+# Bytes of keys and values of a forward section, about what FlashAttention-4 keeps in the L2 cache.
 SECTION_BYTES = 32 << 20
 FP32_FORWARD = HopperFp32Tile(128, 64)
 FP32_BACKWARD = {3: HopperFp32Tile(64, 32), 2: HopperFp32Tile(64, 64)}  # by bf16 terms
 FP32_D = 64, 128  # BLOCK_D that these kernels take
-FP32_BACKWARD_D = 128  # where they are the faster ones for gradients
-HEAD_DIMS = range(33, 257)  # smaller ones the portable kernels take without padding
+FP32_BACKWARD_D = 128  # BLOCK_D for which they are faster in the backward
+HEAD_DIMS = range(33, 257)  # the portable kernels take smaller ones without padding
 FP32_HEAD_DIMS = range(33, 129)
 
-# Tiles of 128 queries for each SM from which on the forward is the faster one, up to so many keys;
-# by the most columns and mask. With long rows and few tiles the portable one splits keys; under a
-# mask many of Hopper's programs idle while the longest runs. Where a head has fewer than 128
-# queries, as in decoding, most of a tile would be empty. 12 heads of 1024, causal, D = 128: 24 us
-# against 28. Measured: one H200; without a mask, and D = 64 with one, again: one H100, 2026-11-27.
+# By (most columns, mask): pairs (most keys, tiles of 128 queries per SM from which on Hopper's
+# forward is faster). With long rows and few tiles the portable one splits keys; under a mask many
+# of Hopper's programs idle while the longest runs. With fewer than 128 queries per head, as in
+# decoding, most of a tile would be empty. 12 heads of 1024, causal, D = 128: 24 us against 28.
+# Measured: one H200; without a mask, and D = 64 with one, again: one H100, 2026-11-27.
 TILE_Q = TILE_KV = 128
 FORWARD_FROM = {
     (64, False): ((math.inf, 0.52),),
@@ -85,14 +85,14 @@ FORWARD_FROM = {
     (256, False): ((1024, 0.2), (math.inf, 0.4)),
     (256, True): ((1024, 0.2), (4096, 0.4), (8192, 0.9), (math.inf, 1)),
 }
-# Of a short window much of a tile of 128 keys is hidden, and most of the time goes into the ends of
-# a tile of queries. Keys of a window up to which the portable kernels are faster, by the most
-# columns; in the backward times the query heads that share them. Measured: H200s, bf16, 8192 and
+# The longest window, in keys, for which the portable kernels are faster, by the most columns; in
+# the backward, times the query heads that share keys. A short window hides much of a tile of 128
+# keys, and most time goes into the start and end of a query tile. Measured: H200s, bf16, 8192 and
 # 16 384 tokens, 2026-11-29 (docs/tuning-log.md).
 FORWARD_WINDOW, BACKWARD_WINDOW = {64: 1024, 128: 256}, {64: 256}
 FORWARD_FP32_FROM = {False: 0.75, True: 1}  # by mask
-# Likewise tiles of 128 keys, of all query heads, of the backward: with fewer the portable one fuses
-# both passes and splits them.
+# Likewise for the backward, tiles of 128 keys of all query heads per SM: with fewer, the portable
+# kernels fuse both passes and split them.
 BACKWARD_FROM = {
     (64, False): 0.8,
     (64, True): 0.95,
@@ -103,20 +103,20 @@ BACKWARD_FROM = {
     (256, False): 1 / 16,
     (256, True): 1 / 16,
 }
-# A portable program walks over all query heads that share its keys, so a tile of Hopper's counts
-# for more: for their cube by this number (docs/tuning-log.md).
+# A portable program walks over all query heads that share its keys, so each of Hopper's tiles
+# counts for more: the cube of the number of these heads, divided by this (docs/tuning-log.md).
 GROUP_CUBE = 24
 
-# Cost model of GQA splits of dk and dv, up to D = 128 and beyond. Under a mask, the share of the
-# longest program that runs after the mean of all, where there are two for each SM; and what it
-# costs to add up a split of a tile of keys, in queries. Measured: H200s, bf16, 1024 to 32 768 keys,
-# 2026-11-29 (docs/tuning-log.md): 0.4% longer than the best number of splits.
+# Cost model of GQA splits of dK and dV, for (D <= 128, D > 128). LATE: the fraction of the longest
+# program that runs past the mean finish time under a mask, with two programs per SM. ADDED: the
+# cost of reducing one split of a key tile, in queries. Measured: H200s, bf16, 1024 to 32 768 keys,
+# 2026-11-29 (docs/tuning-log.md): 0.4% slower than the best number of splits.
 ONE_PASS = 128  # columns
 LATE, ADDED = (0.6, 0.3), (5, 8)
 
-# dQ accumulators: tiles of keys of a head for which there are two; programs of a head that may wait
-# for one another, up to D = 64 and beyond, where an accumulator costs more to add up; and how many
-# accumulators there are at most. Measured: H200s, bf16, 1024 to 32 768 keys (docs/tuning-log.md).
+# dQ accumulators: the numbers of key tiles of a head that get two at least; how many programs of
+# a head may wait for one another, for (D <= 64, D > 64), where an accumulator costs more to add up;
+# and the most accumulators. Measured: H200s, bf16, 1024 to 32 768 keys (docs/tuning-log.md).
 TWO_ACCUMULATORS = range(32, 257)
 NARROW = 64  # columns
 QUEUE, MOST_ACCUMULATORS = (16, 33), 8

@@ -1,4 +1,4 @@
-"""One tile for everything that Triton interprets, and limits that small problems reach."""
+"""One tile for all interpreted kernels, and thresholds that small problems reach."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import get_args
 from flashattn.plan.rows import FP32, HEAD_DIMS, Kernel, Limits, Rows, Table
 from flashattn.plan.tile import Tile
 
-# Small, so that small problems have several tiles, and oblong, so that a swapped index shows.
+# Small, so that small problems have several tiles; oblong, so that swapped indices show.
 INTERPRETER: Table = {
     (kernel, size, d, causal, large): Tile(
         32, 64, 4, 1, large, decomposed=large and size == FP32 and kernel != "bwd_one_launch"
@@ -28,7 +28,7 @@ LIMITS = Limits(
     split={
         "fwd": ((4, 2),),
         "decode": ((2, 2),),
-        "bwd_fused": ((16, 2),),  # twice as many programs own a tile, of keys or of queries
+        "bwd_fused": ((16, 2),),  # both passes together have twice the programs
         "bwd_dkdv": ((4, 2),),
         "bwd_dq": ((4, 2),),
     },

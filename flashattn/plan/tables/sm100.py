@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashattn.plan.rows import Rows, rows
 from flashattn.plan.tables.sm80 import TILES as SM_80
 
-# Not measured, likewise; without the tensor memory of that architecture's own matrix instructions.
+# Not measured. They do without the tensor memory of this architecture's own matrix instructions.
 TILES = SM_80 | rows(
     {
         ("fwd", 2, 64): (64, 64, 4, 2),
@@ -23,7 +23,7 @@ TILES = SM_80 | rows(
         ("bwd_dq", 2, 128): (64, 64, 4, 2),
     }
 )
-# With 64 x 32 of the second Triton 3.6 makes an empty kernel.
+# With 64 x 32 in place of the second tile, Triton 3.6 compiles an empty kernel.
 TILES |= rows(
     {
         ("bwd_dkdv", 4, 128): (32, 32, 8, 1),

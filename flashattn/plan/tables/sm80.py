@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flashattn.plan.rows import Rows, rows
 
-# Not measured, likewise; they fit the 99 KiB of consumer cards, so they serve all of 8.x and 12.x.
-# Wide fp32 arrives as bf16 terms, or it spills up to 500 bytes; for dK and dV of 256 columns there
+# Not measured. They fit the 99 KiB of consumer cards, so they serve all of 8.x and 12.x. Wide fp32
+# arrives as bf16 terms, because it would spill up to 500 bytes; for dK and dV of 256 columns there
 # is no room.
 DECOMPOSED = rows(
     {

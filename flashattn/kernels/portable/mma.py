@@ -7,8 +7,8 @@ import triton.language as tl
 
 from flashattn.kernels.constants import HIGH_BITS, INTERPRETED
 
-# BLOCK_D from which a kernel that decomposes what it loads has one loop, which masks all tiles:
-# with two it spills more, takes 0 to 4% more time on an H200, and compiles for half as long again.
+# BLOCK_D from which a kernel that decomposes what it loads has one loop, which masks all tiles. Two
+# loops spill more, take 0 to 4% more time on an H200, and take half as long again to compile.
 ONE_LOOP_FP32 = tl.constexpr(256)
 
 
@@ -20,14 +20,14 @@ def leading_bits(x, add):
 
 @triton.jit
 def decompose(x, TERMS: tl.constexpr, add=0):
-    """Return bf16 terms (hi, mid, lo) whose sum is x, of fp32, or (hi, lo); hi may be not finite.
+    """Return bf16 terms (hi, mid, lo) that sum to x, in fp32, or (hi, lo); hi may be inf or NaN.
 
-    Three hold all 24 bits. They are as far apart as 2^-133 at least, so x is exact from 2^-110 on,
-    and off by up to 2^-134 where it is smaller. Two hold 16 bits and a rounded one.
+    Three terms hold all 24 bits. Bf16 numbers are at least 2^-133 apart, so x is exact from 2^-110
+    on, and off by up to 2^-134 if it is smaller. Two terms hold 16 bits and a rounded one.
 
-    Of truncated factors (add is 0) all that ``mma_terms`` leaves out has the sign of the product,
-    up to 3.4 units in its last place. So inputs and P are rounded (HALF_BIT): what is left out has
-    no sign, is a quarter as large, and is nothing where P is just below 1.
+    If factors are truncated (add is 0), all that ``mma_terms`` leaves out has the sign of the
+    product, up to 3.4 units in its last place. So inputs and P are rounded (HALF_BIT): what is left
+    out then has either sign, is a quarter as large, and is 0 where P is just below 1.
     """
     hi = leading_bits(x, add)
     rest = x - hi
@@ -54,9 +54,9 @@ def mma(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def mma_terms(a, b, TERMS: tl.constexpr):
-    """Return a @ b of decomposed tiles, the least first: six products, or three of two terms.
+    """Return a @ b of decomposed tiles: six products, or three of two terms, smallest first.
 
-    They leave out what is below the last bit of fp32, or of two terms.
+    The products left out are below the last bit of fp32, or of two terms.
     """
     if TERMS == 2:
         s = mma(a[0], b[1], None, "ieee")
@@ -72,7 +72,7 @@ def mma_terms(a, b, TERMS: tl.constexpr):
 
 @triton.jit
 def dot_transposed(a, b, CONFIG: tl.constexpr):
-    """Return a @ b.T, in fp32, of two tiles; see ``dot``."""
+    """Return a @ b.T of two tiles, in fp32; see ``dot``."""
     if CONFIG.TERMS == 3:
         result = mma_terms(a, (b[0].T, b[1].T, b[2].T), CONFIG.TERMS)
     elif CONFIG.TERMS == 2:
@@ -86,10 +86,10 @@ def dot_transposed(a, b, CONFIG: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc, CONFIG: tl.constexpr, add=0):
-    """Return acc + a @ b, in fp32, of fp32 numbers and a tile, to whose dtype they are rounded.
+    """Return acc + a @ b, in fp32; a is in fp32 and is rounded to the dtype of the tile b.
 
-    A decomposed tile is a tuple of bf16 terms, into which a is decomposed as well, by ``add``. A
-    single column is no matrix, so tensor cores are not asked.
+    If b is decomposed, a tuple of bf16 terms, a is decomposed as well, with ``add``. A single
+    column is not a matrix, so it does not use tensor cores.
     """
     if CONFIG.TERMS > 0:
         result = acc + mma_terms(decompose(a, CONFIG.TERMS, add), b, CONFIG.TERMS)

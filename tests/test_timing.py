@@ -148,7 +148,7 @@ def test_late_samples_are_made_again(simulated, ours):
     ours.time(lambda _: call(), setup=lambda: (made.append(None),), rounds=20)
     assert ours.kept[0].stats.data == pytest.approx([10 * MICRO] * 20)
     assert ours.extra_info["late"] == 0
-    # Behind twice the writes after each, a third such delay is covered.
+    # The flushes double after each late sample, so a third such delay is covered.
     assert 1 <= ours.extra_info["retaken"] <= 4
     assert 2 * len(made) == simulated.log.count("kernel")
 

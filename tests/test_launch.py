@@ -75,7 +75,7 @@ def pretended(patch):
             ]
         ),
     )
-    patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton warns of a new default
+    patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # otherwise Triton warns of a new default
     patch.setattr(driver, "_active", active)
     patch.setattr(triton.compiler, "compile", compiled)
     patch.setattr(launch, "INTERPRETED", SimpleNamespace(value=False))

@@ -226,4 +226,4 @@ def test_laws_share_the_kinds_of_problems(monkeypatch, examples, asked):
         assert {len(first) for first, *_ in groups} == {most}
         assert {kind for first, *_ in groups for kind in first} == set(range(KINDS))
         every = [sorted(kind for group in x for kind in group) for x in groups]
-        assert all(x == list(range(KINDS)) for x in every)  # until one is solved
+        assert all(x == list(range(KINDS)) for x in every)  # tried until one can be solved

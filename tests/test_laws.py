@@ -276,7 +276,7 @@ def test_merging_parts(impl, sample):
     assert_within("lse", errors, *(partial(x.budget, "lse") for x in (whole, *parts)))
 
 
-# Aligned, as the bits of a CPU's BLAS depend on where a matrix begins.
+# Aligned, because the bits of a CPU's BLAS depend on a matrix's alignment.
 @law(needs="repeats", asked={"batches": (1, 2), "aligned": True}, layout="contiguous")
 def test_permuting_heads(impl, sample):
     """Permuting batches, and key heads with the query heads that read them, changes no bit."""

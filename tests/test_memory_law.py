@@ -39,7 +39,7 @@ def sizes(problem):
     rows = problem.batch * problem.heads * problem.seq_q
     keys = problem.batch * problem.kv_heads * problem.seq_kv
     padded = -(-problem.seq_q // ROW_PADDING) * ROW_PADDING * problem.batch * problem.heads
-    return wide * rows, FP32 * rows, wide * (rows + 2 * keys), 2 * FP32 * padded  # lse2, delta
+    return wide * rows, FP32 * rows, wide * (rows + 2 * keys), 2 * FP32 * padded  # lse_log2, delta
 
 
 def decomposed(problem, device, *rows, kernel="fwd"):

@@ -136,7 +136,7 @@ def test_who_watches_sees_the_operators(device, grad):
 
 
 def test_who_watches_the_backward_alone_sees_it(device):
-    """A mode that is active in the backward only sees its operator."""
+    """A mode that is active only during the backward sees the backward operator."""
     inputs = arguments(device)
     o = attention(*inputs, impl="triton")
     exact = torch.autograd.grad(o.sum(), inputs, retain_graph=True)
@@ -321,7 +321,7 @@ FORWARD_MODE = {
 @pytest.mark.parametrize("inner", ["value", "gradient"])
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_forward_mode(name, transform, inner, needs_grad, device):
-    """A forward-mode derivative is right or refused by name, and never silently zero."""
+    """A forward-mode derivative is right, or refused by naming the reference; never silently 0."""
     dtype = "float64" if name in ("reference", "sdpa", "sdpa_math") else "float32"
     given = arguments(device, problem=replace(PROBLEM, dtype=dtype))
     q, k, v = (x.requires_grad_(needs_grad) for x in given)

@@ -214,7 +214,7 @@ def test_an_old_revision_that_does_not_start_proves_nothing(repository, monkeypa
 def test_the_selftest_sees_what_is_there(repository):
     """Work that is added to a case is seen, in the processes of each collection."""
     result = run(repository, "--gate-selftest")
-    if unknown(result):  # three times, in new processes
+    if unknown(result):  # after three tries, each in new processes
         (slower, _), (_, null) = intervals(result)
         assert null > slower  # the null arm alone reached the change
         result.assert_outcomes(skipped=1)

@@ -266,7 +266,7 @@ def work(store, rank):
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "heads"))
     for case, (_, how) in CASES.items():
         if get(how.get("impl", "tiled")).why_not(Problem(), "cpu"):
-            continue  # the interpreter of an older Triton wants an older numpy
+            continue  # the interpreter of an older Triton needs an older numpy
         sys.stderr.write(f"{rank}: {case}\n")
         check_case(mesh, case)
     checks = (check_rest, check_compiled, check_second_derivative, check_training)

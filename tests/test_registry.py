@@ -168,7 +168,7 @@ def test_an_installed_package_announces_itself(install, source, announced, name)
     ],
 )
 def test_a_broken_package_breaks_only_itself(install, source, words):
-    """A package that cannot be loaded is an error only for those who ask for it by name."""
+    """A package that cannot be loaded is an error only when it is asked for by name."""
     before = registry.names()
     install("acme", source, acme="acme")
     assert registry.names() == before

@@ -124,7 +124,7 @@ def fake(tmp_path, monkeypatch):
     ],
 )
 def test_exit_statuses(fake, capsys, text, exits, status, told):
-    """A finding of ours exits with 1, others' alone with 0, no answer is UNPROVEN; all are told."""
+    """A finding of ours exits with 1, others' alone with 0, no answer is UNPROVEN; all print."""
     asked = fake(text, exits)
     assert command.main(["--tool", "memcheck", "--tool", "initcheck"]) == status
     lines = capsys.readouterr().out.splitlines()

@@ -436,7 +436,7 @@ def test_a_sink_of_split_keys(family, causal, device):
 def test_a_sink_behind(name, device):
     """For an implementation without sinks lse applies the sink, with the same gradients.
 
-    So it is for a query that sees no key, or neither key nor sink; a sink of -inf has no gradient.
+    This holds for a query without keys, or without key and sink; a sink of -inf has no gradient.
     """
     given = [x.requires_grad_() for x in tensors(device, seq_kv=12)]
     sink = torch.tensor([[-torch.inf, -2.0, 0.0, 3.0]], device=device)

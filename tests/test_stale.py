@@ -213,8 +213,8 @@ def test_what_comes_next(jump, behind):
         "BRX R4 -0x1b0",  # no targets are named
         "BRXU UR6 -0x83a0",
         "JMP 0x80",
-        "BSYNC B0",  # in front of no label
-        "IADD UR4, R2, R3",  # does it write UR4, or is it of those that read it?
+        "BSYNC B0",  # not directly before a label
+        "IADD UR4, R2, R3",  # does it write UR4, or only read it?
         "HGMMA.64x128x16.F32.BF16 R24, UR4, R24",  # no address is seen
         "?",
     ],

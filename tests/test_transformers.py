@@ -227,7 +227,7 @@ def test_generate(name, cache):
     assert torch.equal(*tokens)
 
 
-# torch.compile asks each input for its gradient.
+# torch.compile reads the gradient of each input.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
     ("name", "layers", "whole", "mode"),  # each pair of name, whole and mode
@@ -314,7 +314,7 @@ def packed(function, positions):
     documents = torch.zeros_like(positions) if documents is None else documents
     if hasattr(masking_utils, "packed_sequence_compatibility_function"):  # of 5.18 to 5.23
         return masking_utils.packed_sequence_compatibility_function(function, positions, documents)
-    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # alone from 5.24 on
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # the only way from 5.24 on
         function = masking_utils.remap_positions_for_packed_sequence(function, positions)
     return masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))
 

@@ -111,7 +111,7 @@ def examine(folder, tests, chosen, mutant=None):
 
 
 def who_failed(output, code):
-    """Return the name of the failed test and what it said, or the one that the process died in."""
+    """Return the failed test and its message, or the test in which the process died."""
     failed = re.search(r"^FAILED (.+?)(?: - (.*))?$", output, re.MULTILINE)
     if failed:
         return failed[1], failed[2] or ""

@@ -14,10 +14,10 @@ class Mutant:
     """One bug.
 
     Args:
-        the mutant's name, also of its test.
+        name: the mutant's name, also of its test.
         path: the file below ``flashattn/``.
         found: text that this file has exactly once.
-        the text that replaces it.
+        put: the text that replaces it.
         symptom: what a user would see.
         caught: the function among the tests that sees it, or one of its cases.
     """

@@ -29,7 +29,7 @@ MUTANTS = runpy.run_path(str(Path(__file__).with_name("mutants.py")))["MUTANTS"]
 
 
 def test_mutants_apply():
-    """Every mutant's text is in the source exactly once, changes it, and has a name of its own."""
+    """Every mutant's text is in the source exactly once, changes it, and has a unique name."""
     for mutant in MUTANTS:
         source = (ROOT / "flashattn" / mutant.path).read_text()
         assert mutant.applied(source) != source

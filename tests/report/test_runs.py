@@ -90,7 +90,7 @@ def test_journal_and_kept_run_read_alike(tmp_path, keep):
 
 
 def test_statistics_come_from_stats(tmp_path, keep):
-    """A kept row has pytest-benchmark's statistics, without samples; its own facts come first."""
+    """A kept row has pytest-benchmark's statistics, without samples; its own facts win."""
     stats = {"median": 2.0, "mean": 2.5, "stddev": 0.5, "rounds": 9, "q1": 1.0, "q3": 3.0}
     stats |= {"iqr": 2.0}
     cases = [{"extra_info": row("a", rounds=7), "stats": stats}, {"extra_info": {}}]

@@ -1,4 +1,4 @@
-"""Launches share what Triton compiled, exactly where Triton itself would choose the same."""
+"""Launches share a compiled kernel exactly where Triton itself would reuse it."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from flashattn.testing.results import assert_same_bits
 
 
 class Compiled(CompiledKernel):
-    """What is compiled without a GPU, and notes with what it is launched."""
+    """A kernel compiled without a GPU, which records the arguments of each launch."""
 
     def __init__(self, source):
-        """Pretend to be loaded."""
+        """Pretend that the kernel is loaded."""
         self.src, self.name, self.launched = source, "name", []
         self.module, self.function, self.packed_metadata = "module", object(), (4, 1, 0)
         self._run = lambda *given: self.launched.append(given)
 
     def __del__(self):
-        """Do not unload it."""
+        """Unload nothing."""
 
 
 def pretended(patch):
-    """Pretend that an H200 is there; its ``device`` may be changed, and ``compiled`` counts.
+    """Fake an H200 whose ``device`` can be set and whose ``compiled`` counts compilations.
 
-    ``run`` may be a function that makes what starts a kernel.
+    ``run`` can be set to a function that makes the launcher of a compiled kernel.
     """
     found = SimpleNamespace(device=0, compiled=0, run=None)
 
@@ -75,7 +75,7 @@ def pretended(patch):
             ]
         ),
     )
-    patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton warns of a new default
+    patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # otherwise Triton warns of a new default
     patch.setattr(driver, "_active", active)
     patch.setattr(triton.compiler, "compile", compiled)
     patch.setattr(launch, "INTERPRETED", SimpleNamespace(value=False))
@@ -85,12 +85,12 @@ def pretended(patch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Pretend that an H200 is there."""
+    """Fake an H200."""
     return pretended(monkeypatch)
 
 
 def sample(q, k, size, rows, lies, scale, columns, BLOCK: constexpr):  # noqa: N803
-    """Do nothing; nobody asks whether 16 divides the size."""
+    """Do nothing; Triton specializes on the type of ``size``, and not on its value."""
 
 
 def kernel(kind=JITFunction):
@@ -99,7 +99,7 @@ def kernel(kind=JITFunction):
 
 
 def tensor(*shape, dtype=torch.float16, offset=0):
-    """Return a tensor at an address that is a multiple of 16, or that many elements behind."""
+    """Return a tensor that begins ``offset`` elements past a multiple of 16 bytes."""
     return torch.zeros(torch.Size(shape).numel() + 64, dtype=dtype)[offset:][
         : torch.Size(shape).numel()
     ].view(shape)
@@ -117,14 +117,14 @@ def given(q=None, k=None, tiles=(None, None), **changed):
 
 
 def launched(function, tensors, tiles, numbers, options):
-    """Launch for the first time; return what was launched, and with what."""
+    """Make a first launch; return the compiled kernel and its arguments."""
     made = KernelLaunch(function, 5, numbers, options, tiles)
     made(*tensors)
     return made._compiled, made._compiled.launched.pop()
 
 
 def as_triton(function, tensors, tiles, numbers, options, grid=(5, 1, 1)):
-    """Return likewise what Triton launches of its own accord."""
+    """Let Triton launch; return the compiled kernel and its arguments."""
     operands = [
         described(tile, x) if tile is not None and isinstance(x, torch.Tensor) else x
         for x, tile in itertools.zip_longest(tensors, tiles)
@@ -134,7 +134,7 @@ def as_triton(function, tensors, tiles, numbers, options, grid=(5, 1, 1)):
 
 
 def described(operand, x):
-    """Return a descriptor of x as Triton makes it."""
+    """Return the descriptor of x that Triton would make."""
     form, shape, strides = operand.tiles(x)
     given = {name: form.common[name] for name in ("block_shape", "layout") if name in form.common}
     return form.kind(x, list(shape), list(strides), **given)
@@ -143,7 +143,7 @@ def described(operand, x):
 SHAPE = 2, 3, 40, 64
 LOADS = TileLoadSpec(SHAPE, (7680, 2560, 64, 1), (1, 1, 32, 64))
 LONG = 2**31
-# What Triton compiles anew for, beside an aligned launch of numbers that are 37 or 48.
+# Changes to an aligned launch, with numbers 37 and 48, for which Triton compiles again.
 OTHER = {
     "an address": {"q": tensor(*SHAPE, offset=1)},
     "another address": {"k": tensor(*SHAPE, offset=4)},
@@ -171,7 +171,7 @@ OTHER = {
     "a descriptor": {"tiles": (LOADS, None)},
     "two descriptors": {"tiles": (LOADS, LOADS)},
 }
-# And what it does not.
+# Changes for which Triton reuses the compiled kernel.
 ALIKE = {
     "numbers": {"rows": 41, "size": 48, "lies": (39, 64, None), "scale": 0.25, "columns": 40},
     "a size of 1": {"size": 1},
@@ -184,7 +184,7 @@ ALIKE = {
 @pytest.mark.parametrize("kind", [JITFunction, GluonJITFunction])
 @pytest.mark.parametrize("case", [*OTHER, *ALIKE])
 def test_a_launch_starts_what_triton_would_choose(case, kind, gpu):
-    """What was compiled for another launch is started if Triton would start it, and only then."""
+    """A launch starts the kernel of an earlier launch if, and only if, Triton would."""
     function, other = kernel(kind), given(**(OTHER | ALIKE)[case])
     first, _ = launched(function, *given())
     ours, theirs = launched(function, *other), as_triton(function, *other)
@@ -195,7 +195,7 @@ def test_a_launch_starts_what_triton_would_choose(case, kind, gpu):
 
 
 def same_arguments(ours, theirs):
-    """Check that a launch gets what Triton's own would, except what it would tell of it."""
+    """Check that a launch gets the arguments of Triton's own, except for launch hooks."""
     assert ours[:6] == theirs[:6]
     for mine, exact in zip(ours[9:], theirs[9:], strict=True):
         if hasattr(exact, "block_shape"):
@@ -206,7 +206,7 @@ def same_arguments(ours, theirs):
 
 
 def test_triton_is_not_asked_twice(gpu, monkeypatch):
-    """Of launches that differ in numbers and in where descriptors lie, Triton binds the first."""
+    """Triton binds only the first of two launches that differ in numbers and descriptor shapes."""
     runs, run = [], JITFunction.run
     monkeypatch.setattr(JITFunction, "run", lambda *x, **how: runs.append(x) or run(*x, **how))
     function = kernel()
@@ -222,7 +222,7 @@ def test_triton_is_not_asked_twice(gpu, monkeypatch):
 
 
 def other_forms():
-    """Return pairs of tensors and tiles that Triton compiles for differently."""
+    """Return pairs of a tensor and a tile for each of which Triton compiles another kernel."""
     half, bf16 = tensor(*SHAPE), tensor(*SHAPE, dtype=torch.bfloat16)
     fp32 = tensor(*SHAPE, dtype=torch.float32)
     rows, terms = tensor(3, 128, dtype=torch.float32), tensor(3, 128, 32)
@@ -242,7 +242,7 @@ def other_forms():
 
 
 def test_a_form_is_what_triton_compiles_for(gpu):
-    """Descriptors have one form if, and only if, Triton compiles the same for them."""
+    """Two descriptors have one form if, and only if, Triton compiles the same kernel for both."""
     pairs = other_forms()
     forms, types, function = [], [], kernel(GluonJITFunction)
     for x, operand in pairs:
@@ -259,7 +259,7 @@ def test_a_form_is_what_triton_compiles_for(gpu):
 
 
 def test_a_descriptor_has_its_place(gpu):
-    """The same descriptor in another place is another kernel's."""
+    """The same descriptor at another argument position needs another kernel."""
     function = kernel()
     (q, _), *_ = given()
     for tensors in ((q, None), (None, q)):
@@ -269,7 +269,7 @@ def test_a_descriptor_has_its_place(gpu):
 
 
 def test_a_kernel_is_of_a_device_and_of_settings(gpu, monkeypatch):
-    """Another device, another kernel of one source, and what Triton is told to add compile anew."""
+    """Another device, another kernel of one source, or another Triton setting compiles again."""
     one, two = kernel(), kernel()
     found = [launched(one, *given())[0], launched(two, *given())[0]]
     gpu.device = 1
@@ -286,7 +286,7 @@ def test_a_kernel_is_of_a_device_and_of_settings(gpu, monkeypatch):
 
 @pytest.mark.usefixtures("gpu")
 def test_a_hook_that_inspects_stages_is_asked_each_time(monkeypatch):
-    """What it answers is part of Triton's key, so no launch is shared."""
+    """No launch is shared under a stages inspection hook: its answer is part of Triton's key."""
     (q, k), _, numbers, options = given()
     asked = kernel(), (q, k, *numbers), options, ()
     assert launch._key(*asked) is not None
@@ -296,7 +296,7 @@ def test_a_hook_that_inspects_stages_is_asked_each_time(monkeypatch):
 
 @pytest.mark.parametrize("device_caches", [None, {0: (1, 2)}, {0: (lambda *_, **__: (1, 2),)}])
 def test_where_triton_cannot_be_asked_it_launches(device_caches, gpu):
-    """Without a binder that says what ours does, each launch first goes Triton's own way."""
+    """Without a binder of the known form, Triton itself makes the first call of every launch."""
     function, runs = kernel(), []
     asked = SimpleNamespace(arg_names=function.arg_names, device_caches=device_caches)
 
@@ -314,24 +314,24 @@ def test_where_triton_cannot_be_asked_it_launches(device_caches, gpu):
 
 
 def places_of(source):
-    """Return the places of descriptors among the arguments of a kernel."""
+    """Return the positions of descriptors among a kernel's arguments."""
     kinds = enumerate(source.signature.values())
     return [i for i, kind in kinds if isinstance(kind, str) and kind.startswith("tensordesc")]
 
 
 def starting(launched):
-    """Return what starts a kernel and notes its arguments: no Python function, as C compiles it."""
+    """Return a launcher that records its arguments and, as if compiled from C, has no bytecode."""
     return partial(lambda *given: launched.append(given))
 
 
 class Run:
-    """What calls it with Triton 3.6, in so far as we know of it."""
+    """The parts of Triton 3.6's launcher that we rely on."""
 
     launch_cooperative_grid, launch_pdl = True, False
     global_scratch_size = profile_scratch_size = 0
 
     def __init__(self, source, launched):
-        """Expand descriptors, if there are some."""
+        """Expand descriptors, if there are any."""
         places, started = places_of(source), starting(launched)
         metadata = [
             {"swizzle": 3, "elem_size": 2, "elem_type": 8, "block_size": [i], "fp4_padded": False}
@@ -340,13 +340,13 @@ class Run:
         self.launch = expanding(started, places, metadata) if places else started
 
     def __call__(self, x, y, z, stream, function, *given):
-        """Start it."""
+        """Start the kernel."""
         options = self.launch_cooperative_grid, self.launch_pdl, None, None
         self.launch(x, y, z, stream, function, *options, *given)
 
 
 def expanding(launcher, tensordesc_indices, tensordesc_meta):
-    """Return what expands descriptors, with the variables that Triton's has."""
+    """Return a function that expands descriptors and has the free variables of Triton's."""
 
     def inner(*given):
         known, operands, metadata = given[:13], given[13:], iter(tensordesc_meta)
@@ -360,7 +360,7 @@ def expanding(launcher, tensordesc_indices, tensordesc_meta):
 
 
 def expand(x, metadata):
-    """Return what a descriptor is expanded to."""
+    """Return the kernel arguments that replace a descriptor."""
     *tile, kind, block = [
         metadata[name] for name in ("swizzle", "elem_size", "elem_type", "block_size")
     ]
@@ -370,7 +370,7 @@ def expand(x, metadata):
 
 
 def triton_3_6(source, launched):
-    """Return Triton 3.6's own, without a compiler of C."""
+    """Return Triton 3.6's own launcher, without a C compiler."""
     metadata = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 32, 64]}
     metadata |= {"fp4_padded": False}
     asked = {"tensordesc_meta": [metadata] * len(places_of(source)), "global_scratch_align": 1}
@@ -386,7 +386,7 @@ def triton_3_6(source, launched):
 
 @pytest.fixture(params=["as we know it", "itself"])
 def below(request, gpu, monkeypatch):
-    """Pretend that Triton is 3.6, whose Python may be gone below."""
+    """Pretend that Triton is 3.6, whose Python launcher can be bypassed."""
     if request.param == "as we know it":
         monkeypatch.setattr(nvidia, "make_tensordesc_arg", expand)
         gpu.run = Run
@@ -405,14 +405,14 @@ def below(request, gpu, monkeypatch):
 )
 @pytest.mark.usefixtures("below")
 def test_triton_3_6_is_started_below_its_python(tiles, monkeypatch):
-    """The function in the end gets what Triton gives it; where somebody listens, Triton gives it.
+    """The C launcher gets the arguments that Triton passes; with a launch hook, Triton launches.
 
-    A descriptor's arguments are made once for each address.
+    A descriptor's arguments are made once per address.
     """
     function, (_, _, numbers, options) = kernel(), given()
     made = KernelLaunch(function, 5, numbers, options, tiles)
     pairs = [(tensor(*SHAPE), tensor(*SHAPE)) for _ in range(2)]
-    made(*pairs[0])  # which Triton launches
+    made(*pairs[0])  # Triton makes the first launch
     for tensors in (*pairs, *pairs):
         compiled, theirs = as_triton(function, *given(*tensors, tiles=tiles))
         made(*tensors)
@@ -420,7 +420,7 @@ def test_triton_3_6_is_started_below_its_python(tiles, monkeypatch):
         assert made._launcher is not None
         assert len(ours) == len(theirs)
         assert ours[:10] == theirs[:10]
-        assert ours[10:13] == (None, None, None)  # nobody is told
+        assert ours[10:13] == (None, None, None)  # no launch hooks
         for mine, exact in zip(ours[13:], theirs[13:], strict=True):
             assert mine is exact or mine == exact
     kept = [x for x in made._expanded if x is not None]
@@ -434,7 +434,7 @@ def test_triton_3_6_is_started_below_its_python(tiles, monkeypatch):
 
 @pytest.mark.usefixtures("below")
 def test_addresses_that_keep_changing_are_few(monkeypatch):
-    """The arguments of a descriptor are kept for some addresses, and are those of the last."""
+    """Descriptor arguments are cached for a bounded number of addresses, and are never stale."""
     monkeypatch.setattr(descriptor, "MOST_ADDRESSES", 3)
     function, (_, _, numbers, options) = kernel(), given()
     made = KernelLaunch(function, 5, numbers, options, (LOADS, None))
@@ -448,15 +448,15 @@ def test_addresses_that_keep_changing_are_few(monkeypatch):
 
 
 def scratching(name):
-    """Return what starts a kernel that wants memory of its own."""
+    """Return the launcher of a kernel that needs scratch memory."""
     return type("Scratching", (Run,), {name: 16})
 
 
 class Elsewhere(Run):
-    """Of a Triton that expands descriptors in another function."""
+    """A launcher that expands descriptors in another function."""
 
     def __init__(self, source, launched):
-        """Wrap it once more."""
+        """Wrap the launcher once more."""
         super().__init__(source, launched)
         self.launch = lambda *given, inside=self.launch: inside(*given)
 
@@ -471,7 +471,7 @@ class Elsewhere(Run):
     ],
 )
 def test_what_is_not_known_is_triton_s_business(run, version, gpu, monkeypatch):
-    """Of another version, with scratch memory, or in another form Triton's Python is called."""
+    """Triton's Python launches where its form is unknown or scratch memory is needed."""
     monkeypatch.setattr(nvidia, "make_tensordesc_arg", expand)
     monkeypatch.setattr(launch, "TRITON", version)
     calls, call = [], Run.__call__
@@ -488,7 +488,7 @@ def test_what_is_not_known_is_triton_s_business(run, version, gpu, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["triton", "hopper"])
 def test_started_below_python_or_not_bits_are_the_same(family, device, monkeypatch):
-    """With Triton 3.6 each kernel is started so; past it, by Triton, results are the same."""
+    """Under Triton 3.6 every kernel bypasses Triton's Python, with the bits of its launches."""
     problem = Problem(heads=4, seq_q=300, seq_kv=300, head_dim=64, dtype="bfloat16")
     reason = (gpus.why_not_hopper if family == "hopper" else gpus.why_not)(problem, device)
     if reason is not None:
@@ -510,7 +510,7 @@ def test_started_below_python_or_not_bits_are_the_same(family, device, monkeypat
     assert all(all(map(torch.equal, results[0], others)) for others in results[1:])
 
 
-# Lengths and widths: of tiles and not, multiples of 16 and not, and 1.
+# Lengths that are and are not multiples of a tile or of 16, and 1.
 LENGTHS = (1, 17, 48, 64, 100, 128, 255, 256, 300, 301, 512, 1000, 1001, 1024, 1025, 2047, 2048)
 LAID = {
     "dense": lambda x: x,
@@ -528,7 +528,7 @@ SCORED = {
 @pytest.mark.parametrize("laid", LAID)
 @pytest.mark.parametrize("family", ["triton", "hopper"])
 def test_launches_that_share_give_the_same_bits(family, laid, device, monkeypatch):
-    """One length after the other, each beside a launch that goes Triton's own way."""
+    """At every length, launches that share kernels give the bits of Triton's own launches."""
     problem = Problem(heads=4, kv_heads=2, head_dim=64, dtype="bfloat16")
     reason = (gpus.why_not_hopper if family == "hopper" else gpus.why_not)(problem, device)
     if reason is not None:
@@ -566,7 +566,7 @@ def attend(length, dtype, dims, laid, scored, family, heads=(2, 4, 2), right=0):
 
 
 def check_our_kernels(patch):
-    """Check each launch of our kernels on an H200 beside what Triton would choose, and count."""
+    """Compare each launch of our kernels on an H200 with Triton's own; count those that share."""
     pretended(patch)
     shared, first = Counter(), KernelLaunch._first
     patch.setitem(gpus._KNOWN, torch.device("cpu"), replace(CARDS["H200"], triton=gpus.TRITON))
@@ -611,10 +611,8 @@ with pytest.MonkeyPatch.context() as patch:
 
 
 def test_our_kernels_start_as_triton_would_start_them(monkeypatch):
-    """So do ours, whose launches share what Triton compiled: all but some of the first lengths."""
-    monkeypatch.delenv(
-        "TRITON_INTERPRET", raising=False
-    )  # kernels that are interpreted have no key
+    """Our kernels start as Triton would start them, and each shares some compiled kernels."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # interpreted kernels have no key
     command = [sys.executable, "-W", "ignore", "-c", CODE]
     folder = Path(__file__).parent
     done = subprocess.run(command, cwd=folder, capture_output=True, check=False, text=True)
@@ -626,7 +624,7 @@ def test_our_kernels_start_as_triton_would_start_them(monkeypatch):
 
 @pytest.mark.gpu
 def test_kernels_that_may_meet_share_no_counters(device):
-    """Each stream keeps some, for its next kernel, and a captured graph has its own."""
+    """Each stream keeps its counters for its next kernel, and a captured graph has its own."""
     q, k, v = (torch.randn(1, 2, n, 64, device=device) for n in (1, 4096, 4096))
     kept = counters(q.device, 1)
     assert counters(q.device, 2) is kept

@@ -1,4 +1,4 @@
-"""The law decorator: ours fail, peers are excused, and what cannot be asked is skipped."""
+"""The law decorator: strict implementations fail, peers xfail, inapplicable laws are skipped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLE = Sample(problem=Problem(batch=2, heads=4, kv_heads=2, seq_q=20, head_dim
 
 @pytest.fixture(autouse=True)
 def _forgetful():
-    """Remember no failure of laws that are made to fail."""
+    """Keep the failures of these laws out of Hypothesis's database."""
     before = hypothesis.settings()
     hypothesis.settings.register_profile("forgetful", before, database=None)
     hypothesis.settings.load_profile("forgetful")
@@ -49,7 +49,7 @@ def fails(impl, sample):
 
 
 def test_a_law_that_fails_is_shrunk():
-    """One of ours that breaks a law fails, with the smallest sample that does."""
+    """A strict implementation that breaks a law fails, with the smallest failing sample."""
     with pytest.raises(AssertionError) as failed:
         fails(REFERENCE, CPU)
     assert "seq_q=9" in "\n".join(failed.value.__notes__)
@@ -57,14 +57,14 @@ def test_a_law_that_fails_is_shrunk():
 
 @law()
 def breaks(impl, sample):
-    """Raise as PyTorch does."""
+    """Raise an error as PyTorch does."""
     del impl, sample
     msg = "no kernel"
     raise RuntimeError(msg)
 
 
 def test_a_peer_is_excused():
-    """One that does not claim the contract is expected to fail, and its sentence is told."""
+    """An implementation that does not claim the contract xfails, with the failure's message."""
     peer = replace(REFERENCE, name="peer", strict=False)
     with pytest.raises(pytest.xfail.Exception, match="peer: peer fails"):
         fails(peer, CPU)
@@ -76,7 +76,7 @@ def test_a_peer_is_excused():
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_peer_is_asked_the_same_in_each_run(strict, monkeypatch):
-    """What a clause draws depends on the run's seed, but for a peer."""
+    """A clause draws by the run's seed; a peer gets the same draws in every run."""
     drawn = []
 
     @clause()
@@ -94,7 +94,7 @@ def test_a_peer_is_asked_the_same_in_each_run(strict, monkeypatch):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_fails_at_times_has_failed(strict):
-    """Sums in any order break a law on one call and keep it on the next: excused in a peer only."""
+    """A law broken on one call and kept on the next, as by unordered sums, excuses only a peer."""
     calls = []
 
     @law()
@@ -118,13 +118,13 @@ def test_what_fails_at_times_has_failed(strict):
     ],
 )
 def test_what_cannot_be_asked_is_left_out(change, words):
-    """Without a fact that a law needs, or a machine to run on, a law is left out with why."""
+    """A law is left out, with the reason, where an implementation lacks what it needs."""
     why_not = fails.pytestmark[0].args[0]
     assert why_not(replace(REFERENCE, name="peer", **change)) == words
 
 
 def test_a_law_about_other_problems_is_skipped():
-    """A law about full attention says nothing of one that is causal only, and so it says."""
+    """A law about full attention is skipped, with the reason, for a causal-only implementation."""
 
     @law(asked={"masks": (False,), "windowed": (False,)})
     def full(impl, sample):
@@ -138,7 +138,7 @@ def test_a_law_about_other_problems_is_skipped():
 
 
 def test_limits_are_kept():
-    """An implementation is asked only what it takes; without gradients, only forward."""
+    """An implementation gets only problems within its limits, and no backward without gradients."""
     asked = []
 
     @law()
@@ -159,7 +159,7 @@ def test_limits_are_kept():
 
 
 def test_shares(monkeypatch):
-    """The interpreter is asked an eighth of the profile's examples and a peer a quarter."""
+    """The interpreter gets an eighth of the profile's examples, and a peer a quarter."""
     most = hypothesis.settings().max_examples
     for name, part in {"triton": 8, "tiled": 1, "sdpa": 4}.items():
         assert share(registry.get(name), CPU) == max(1, most // part)
@@ -171,7 +171,7 @@ def test_shares(monkeypatch):
 
 @pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
 def test_disagreement_is_seen(name):
-    """Two results agree with themselves, and not where one output is wrong by a thousandth."""
+    """Results that differ by rounding agree, and an output off by a thousandth is reported."""
     one, other = ask(REFERENCE, SAMPLE), ask(REFERENCE, SAMPLE)
     other.got[name] = one.got[name] * (1 + 1e-7)
     assert_agree(one, other)
@@ -181,7 +181,7 @@ def test_disagreement_is_seen(name):
 
 
 def test_sums_have_larger_budgets():
-    """Only what was added up may differ by several budgets; one that is not needed is not asked."""
+    """Several budgets add up, and a budget that is not needed is not evaluated."""
     result = ask(REFERENCE, SAMPLE)
     budget = result.budget("dk")["max"]
     off = partial(torch.full, (9,), dtype=torch.float64)
@@ -193,7 +193,7 @@ def test_sums_have_larger_budgets():
 
 
 def test_infinities_must_agree():
-    """An infinite or NaN element in one result only is seen."""
+    """An element that is infinite or NaN in only one result is reported."""
     one, other = ask(REFERENCE, SAMPLE), ask(REFERENCE, SAMPLE)
     for wrong in (torch.inf, torch.nan):
         other.got["dv"][0, 0, 0, 0] = wrong
@@ -203,7 +203,7 @@ def test_infinities_must_agree():
 
 
 def test_bits():
-    """Bits are the same or the first that differs is told; NaN is the same as nothing."""
+    """The first element whose bits differ is reported, and NaN does not equal NaN."""
     x = torch.arange(6.0).view(2, 3)
     assert_same_bits("o", x, x.clone())
     y = x.clone()
@@ -226,4 +226,4 @@ def test_laws_share_the_kinds_of_problems(monkeypatch, examples, asked):
         assert {len(first) for first, *_ in groups} == {most}
         assert {kind for first, *_ in groups for kind in first} == set(range(KINDS))
         every = [sorted(kind for group in x for kind in group) for x in groups]
-        assert all(x == list(range(KINDS)) for x in every)  # until one is solved
+        assert all(x == list(range(KINDS)) for x in every)  # tried until one can be solved

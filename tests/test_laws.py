@@ -1,8 +1,8 @@
-"""Laws of attention, each on every implementation: how results change when samples do.
+"""Laws of attention, for every implementation: how results change when inputs do.
 
-None of them needs to know the right result, so they hold the reference to account, too. What two
-results may differ by is the sum of their error budgets; where a law is exact they are the same
-bits. Every result is given among poison (``flashattn.testing.poison``).
+No law needs to know the right result, so the reference is tested, too. Two results may differ by
+the sum of their error budgets; an exact law requires equal bits. Every result is computed among
+poison (``flashattn.testing.poison``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CAUSAL = ("top_left", "bottom_right")
 
 
 def generator(sample):
-    """Return a source of chance that the sample decides."""
+    """Return a random generator that the sample seeds."""
     return torch.Generator().manual_seed(sample.seed)
 
 
 def with_inputs(q=None, k=None, v=None):
-    """Return the change of a case that applies functions to its inputs."""
+    """Return a change that applies functions to the inputs of a case."""
 
     def change(case):
         pairs = zip((q, k, v), case.inputs, strict=True)
@@ -64,7 +64,7 @@ def test_shifting_keys(impl, sample):
 
 @law(drawn={"factor": st.sampled_from((2.0, 4.0, -1.0, -2.0))})
 def test_scaling_queries(impl, sample, factor):
-    """Queries times c at scale / c change nothing but dq, which is divided by c."""
+    """Multiplying q by c and dividing the scale by c divides dq by c and changes nothing else."""
 
     def change(case):
         q, k, v = case.inputs
@@ -118,7 +118,7 @@ def test_outputs_are_means_of_values(impl, sample):
     live = alive(result.case).bool()
     o = result.got["o"].double()
     outside = (low - o).clamp(min=0) + (o - high).clamp(min=0)
-    outside[:, :, ~live] = 0.0  # a mean is over all rows, as its budget is
+    outside[:, :, ~live] = 0.0  # the mean, like its budget, is over all rows
     assert_within("o", outside, result.budget("o"))
     assert not o[:, :, ~live].any()
 
@@ -131,9 +131,9 @@ def test_outputs_are_means_of_values(impl, sample):
     drawn={"poison": st.sampled_from((torch.nan, torch.inf, -torch.inf, 6e4))},
 )
 def test_the_future_is_not_seen(impl, sample, poison):
-    """Poison in the keys that a query must not see leaves its row, and all before, the same."""
+    """Poison in keys that a query must not see changes no bit of its row or of earlier rows."""
     problem = sample.problem
-    # Row i is the last to be compared; what it does not see is poisoned.
+    # Row i is the last row that is compared; all keys after those that it sees are poisoned.
     rows = max(1, min(problem.seq_q, problem.seq_kv - 1 - problem.band.right))
     i = int(torch.randint(rows, (), generator=generator(sample)))
     _, first = problem.band.keys_of(i)
@@ -156,7 +156,7 @@ def test_the_future_is_not_seen(impl, sample, poison):
     drawn={"poison": st.sampled_from((torch.nan, torch.inf, -torch.inf, 6e4))},
 )
 def test_outside_a_window(impl, sample, poison):
-    """Poison in every key that one query does not see leaves its row the same."""
+    """Poison in every key that one query does not see changes no bit of its row."""
     i = int(torch.randint(sample.problem.seq_q, (), generator=generator(sample)))
     low, high = sample.problem.band.keys_of(i)
 
@@ -177,7 +177,7 @@ def test_outside_a_window(impl, sample, poison):
     drawn={"poison": st.sampled_from((torch.nan, torch.inf))},
 )
 def test_unseen_rows(impl, sample, poison):
-    """Keys and values that no query of the call sees may be anything, forward and backward."""
+    """Keys and values that no query sees may be NaN or inf: no bit changes, forward or backward."""
     hypothesis.assume(not sample.draw().seen.any(0).all())
 
     def with_unseen(value):
@@ -202,7 +202,7 @@ def test_unseen_rows(impl, sample, poison):
     scale=1.0,
 )
 def test_hidden_scores(impl, sample):
-    """Keys are hidden though every score that is seen is -131072; in fp16, which ends, -32768."""
+    """Masked keys stay hidden even if every visible score is -131072 (in fp16, -32768)."""
     result = ask(impl, sample, lambda case: replace(case, inputs=sunken(*case.inputs)))
     failures = result.expected.failures(result.got)
     assert not failures, "; ".join(failures)
@@ -223,7 +223,7 @@ def test_a_window_of_all_keys(impl, sample):
 
 @law(asked={"softcaps": (None,)}, needs="grad")
 def test_score_gradients_sum_to_lse_gradients(impl, sample):
-    """The gradients of a row's scores add up to that of its logsumexp: so do dk, through q."""
+    """A row's score gradients sum to dlse, so dk summed over the keys is scale * dlse @ q."""
     result = ask(impl, sample)
     case, problem = result.case, result.case.problem
     dlse = 0 * case.inputs[0][..., 0].double() if case.grad_lse is None else case.grad_lse
@@ -234,7 +234,7 @@ def test_score_gradients_sum_to_lse_gradients(impl, sample):
 
 
 def part(keys, causal):
-    """Return the change of a case to some of its keys, under another mask."""
+    """Return a change that restricts a case to some of its keys, under another mask."""
 
     def change(case):
         q, k, v = case.inputs
@@ -251,10 +251,10 @@ def part(keys, causal):
     grad=False,
 )
 def test_merging_parts(impl, sample):
-    """The results to two halves of the keys, merged by their logsumexp, are that to the whole."""
+    """The results of two parts of the keys, merged by logsumexp, are the result of all keys."""
     problem = sample.problem
     n = 1 + int(torch.randint(problem.seq_kv - 1, (), generator=generator(sample)))
-    # The later keys of a square meet the queries from the bottom right.
+    # The later keys of a square problem are aligned with the queries at the bottom right.
     late = "bottom_right" if problem.causal else False
     whole = ask(impl, sample)
     parts = (
@@ -276,7 +276,7 @@ def test_merging_parts(impl, sample):
     assert_within("lse", errors, *(partial(x.budget, "lse") for x in (whole, *parts)))
 
 
-# Aligned, as the bits of a CPU's BLAS depend on where a matrix begins.
+# Aligned, because the bits of a CPU's BLAS depend on a matrix's alignment.
 @law(needs="repeats", asked={"batches": (1, 2), "aligned": True}, layout="contiguous")
 def test_permuting_heads(impl, sample):
     """Permuting batches, and key heads with the query heads that read them, changes no bit."""
@@ -291,7 +291,7 @@ def test_permuting_heads(impl, sample):
 
     def change(case):
         grad_o, grad_lse = case.grad_o, case.grad_lse
-        lay = GRAD_LAYOUTS[sample.grad_layout]  # where they lie decides on the kernels
+        lay = GRAD_LAYOUTS[sample.grad_layout]  # their layout selects the kernels
         if grad_o is not None:
             grad_o = lay(permuted(grad_o))
         if grad_lse is not None:
@@ -307,7 +307,7 @@ def test_permuting_heads(impl, sample):
 
 @law(asked={"groups": (2, 3)})
 def test_grouped_heads(impl, sample):
-    """Heads that share keys do as if each had its own copy; dk and dv add up."""
+    """Query heads that share keys act as if each had its own copy, with dk and dv summed."""
     problem = sample.problem
     group = problem.heads // problem.kv_heads
 
@@ -326,7 +326,7 @@ def test_grouped_heads(impl, sample):
 
 @law(needs="grad", layout="contiguous")
 def test_gradients_of_expanded_inputs_add_up(impl, sample):
-    """The gradient of an input that all batches and heads share is the sum of its copies'."""
+    """The gradient of an input that all batches and heads share is the sum over its copies."""
     copies = ask(impl, sample, with_inputs(*(lambda x: x[:1, :1].expand_as(x),) * 3))
     case = copies.case
     call = partial(impl, **case.problem.keywords, scale=case.scale)
@@ -347,7 +347,7 @@ def test_gradients_of_expanded_inputs_add_up(impl, sample):
     needs="strict",
 )
 def test_fully_masked_rows(impl, sample):
-    """A query that sees no key has o = 0 and lse = -inf, exactly, and gives no gradient."""
+    """A query that sees no key has exactly o = 0 and lse = -inf, and contributes no gradient."""
 
     def only_masked(case):
         masked = 1 - alive(case)
@@ -368,12 +368,12 @@ def test_fully_masked_rows(impl, sample):
         assert not x.any(), name
 
 
-# Outliers reach scores that it would cap; in fp16 the reference would overflow in its gradients.
+# Outliers give scores that the softcap would change; in fp16 the reference's gradients overflow.
 @law(
     asked={"softcaps": (None,), "dtypes": ("float32", "bfloat16")}, needs="softcap", values="normal"
 )
 def test_a_softcap_far_above_the_scores(impl, sample):
-    """It caps nothing."""
+    """A softcap far above the scores changes nothing."""
 
     def change(case):
         return replace(case, problem=replace(case.problem, softcap=1e6))
@@ -383,7 +383,7 @@ def test_a_softcap_far_above_the_scores(impl, sample):
 
 @law(asked={"softcaps": (0.7, 5.0)}, needs="softcap lse", grad=False)
 def test_a_softcap_bounds_the_logsumexp(impl, sample):
-    """Of n keys with scores within the softcap it is log n, give or take the softcap."""
+    """The logsumexp of n scores within the softcap is log n, give or take the softcap."""
     result = ask(impl, sample)
     keys, cap = result.case.seen.sum(-1).log(), result.case.problem.softcap
     live = keys.isfinite()
@@ -393,14 +393,14 @@ def test_a_softcap_bounds_the_logsumexp(impl, sample):
 
 @law(needs="repeats")
 def test_the_same_again(impl, sample):
-    """The same sample has the same result, bit by bit."""
+    """The same sample gives the same bits again."""
     one, other = ask(impl, sample).got, ask(impl, sample).got
     for name, x in one.items():
         assert_same_bits(name, x, other[name])
 
 
 def row(t):
-    """Return the change of a masked case to one of its queries and the keys that it sees."""
+    """Return a change that restricts a masked case to one query and the keys that it sees."""
 
     def change(case):
         q, k, v = case.inputs
@@ -414,7 +414,7 @@ def row(t):
 
 @law(grad=False)
 def test_rows_alone(impl, sample):
-    """A row of masked attention is full attention of its query to the keys that it sees."""
+    """A row of masked attention equals full attention of its query over the keys that it sees."""
     t = int(torch.randint(sample.problem.seq_q, (), generator=generator(sample)))
     whole, alone = ask(impl, sample), ask(impl, sample, row(t))
     for name, x in whole.got.items():
@@ -431,7 +431,7 @@ def test_rows_alone(impl, sample):
     scale=1.0,
 )
 def test_one_key_takes_all(impl, sample):
-    """Small integers and a softmax of one 1 and zeros: every output is exact, rounded once."""
+    """With small integers and a one-hot softmax every output is exact, rounded once."""
     bits = sample.problem.head_dim - 1
     hypothesis.assume(2**bits >= sample.problem.seq_kv)
 

@@ -1,4 +1,4 @@
-"""The import rule: arrows point down, siblings never meet, and the package imports fast."""
+"""The import rules: imports point down, siblings do not import each other, and import is fast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import flashattn
 
 PACKAGE = Path(flashattn.__file__).parent
-# Whom each room may import, of the package. A room that is not listed fails.
+# What each room, a top-level part of the package, may import. A room that is not listed fails.
 MEANING = {"bounds", "mask", "problem", "resolve", "score"}  # what is asked for
 CALL = MEANING | {"checks", "dispatch", "registry"}
 ALLOWED = {
@@ -92,7 +92,7 @@ def room(path):
 
 
 def imports(path):
-    """Return every module name that a file imports, wherever in it."""
+    """Yield every module name that a file imports, at any level."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -106,7 +106,7 @@ def imports(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_down(path):
-    """A module imports only rooms below its own, and outside packages only where they belong."""
+    """A module imports only rooms below its own, and outside packages only where allowed."""
     for name in imports(path):
         top, _, rest = name.partition(".")
         if top == "flashattn" and rest:
@@ -115,7 +115,7 @@ def test_imports_point_down(path):
 
 
 def test_version_and_types():
-    """The version is that of the package's source, and its types are marked as there."""
+    """The version is defined in the package's source, and the package is marked as typed."""
     assert re.fullmatch(r"\d+\.\d+\.\d+", flashattn.__version__)
     settings = (PACKAGE.parent / "pyproject.toml").read_text()
     assert 'path = "flashattn/__init__.py"' in settings
@@ -123,22 +123,22 @@ def test_version_and_types():
 
 
 def test_attention_is_one_thing():
-    """The function hides no module: ``flashattn.attention`` is the same by every way of asking."""
+    """``flashattn.attention`` is a function, and no module has the same name."""
     assert callable(flashattn.attention)
     assert find_spec("flashattn.attention") is None
 
 
 def test_report_draws_without_torch():
-    """The report's modules name neither torch nor triton: a laptop can draw a cluster's run."""
+    """The report imports neither torch nor triton, so a laptop can plot a cluster's run."""
     for path in (PACKAGE / "report").rglob("*.py"):
         assert not {name.partition(".")[0] for name in imports(path)} & {"torch", "triton"}
 
 
 def test_cold_import(tmp_path, monkeypatch):
-    """A process that imports flashattn has loaded torch, and neither triton nor what draws.
+    """Importing flashattn loads torch, but neither triton nor the plotting library.
 
-    From any folder it finds the package that is tested, whether or not it is installed. There
-    kernels refuse CPU tensors, without TRITON_INTERPRET=1, and say what would help.
+    The tested package is found from any folder, installed or not. Without TRITON_INTERPRET=1 its
+    kernels refuse CPU tensors, with a message that names the variable.
     """
     names = ("torch", "triton", "vl_convert")
     code = f"""
@@ -162,6 +162,6 @@ for ask in (lambda: flashattn.attention(q, q, q, impl="triton"),
 
 
 def test_every_module_has_a_caption():
-    """A module's docstring says what it is."""
+    """Every module has a docstring."""
     for path in MODULES:
         assert ast.get_docstring(ast.parse(path.read_text())), path

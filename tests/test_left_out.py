@@ -1,4 +1,4 @@
-"""What can never run here is not collected, unless it is to be shown; the header says why."""
+"""Tests that cannot run here are left out, or skipped on request; the header says why."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_of_the_interpreter():
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("shown", "skipped"), [((), 0), (("--left-out",), 3)])
 def test_what_cannot_run_is_left_out(pytester, request, shown, skipped):
-    """Who has no kernels here, what a test says of itself, and a GPU's tests are not collected."""
+    """Tests for a GPU, for unavailable implementations, or that refuse one are not collected."""
     pytester.makeconftest((request.config.rootpath / "conftest.py").read_text())
     pytester.makepyfile(TESTS)
     impls = ("--impl=naive", "--impl=reference", "--impl=hopper")
@@ -46,7 +46,7 @@ def test_what_cannot_run_is_left_out(pytester, request, shown, skipped):
 
 
 def test_the_header():
-    """A line tells who is left out, and a line who is asked less."""
+    """One line names the implementations that are left out, and one those that are tested less."""
     lines = left_out.header(["reference", "naive", "compiled"])
     assert [line for line in lines if "marked gpu" not in line] == [
         "asked less: naive: ordinary inputs only, no logsumexp",

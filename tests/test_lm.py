@@ -1,4 +1,4 @@
-"""The transformer: its parts against their definitions, its costs against what torch does."""
+"""The transformer: its parts against their definitions, its costs against what torch uses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ flash = partial(attention, causal=True, impl="sdpa")
 
 
 def naive_autocast(q, k, v):
-    """Do on any device what autocast makes of naive attention on a GPU: softmax in fp32."""
+    """Run naive attention on any device as autocast runs it on a GPU: with softmax in fp32."""
     hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
     scores = ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
     return scores.float().softmax(dim=-1).to(v.dtype) @ v
@@ -56,37 +56,37 @@ def autocast(precision):
 
 @pytest.mark.parametrize("size", EXACT)
 def test_parameter_counts(size):
-    """Each size has exactly as many parameters as the study says, and as its formula says."""
+    """Each size has exactly as many parameters as the study and the formula say."""
     with torch.device("meta"):
         model = TransformerLM(SIZES[size], naive)
     assert sum(x.numel() for x in model.parameters()) == EXACT[size] == SIZES[size].parameters
 
 
 def test_nothing_but_parameters_is_saved():
-    """RoPE's tables are no part of a checkpoint."""
+    """A checkpoint holds parameters only, without RoPE's tables."""
     model = model_of()
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm(device, dtype):
-    """RMSNorm is x / sqrt(mean(x^2) + eps) * weight, its statistics in fp32, its dtype x's."""
+    """RMSNorm is x / sqrt(mean(x^2) + eps) * weight in x's dtype, with statistics in fp32."""
     norm = RMSNorm(1000).to(device)
     torch.nn.init.normal_(norm.weight)
-    # Squares from 1e-4, where eps counts, to 1e4, whose sum is beyond 8 bits.
+    # Squares from 1e-4, where eps matters, to 1e4, whose sum needs more than 8 bits.
     scale = torch.logspace(-2, 2, 5, device=device)[:, None]
     x = (torch.randn(5, 1000, device=device) * scale).to(dtype)
     wide, weight = x.double(), norm.weight.to(dtype).double()
     exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
     y = norm(x)
     assert y.dtype == dtype
-    # Two roundings of the dtype, and of the mean in fp32.
+    # Two roundings in the dtype, and the error of the mean in fp32.
     eps = 2 * torch.finfo(dtype).eps + 10 * torch.finfo(torch.float32).eps
     assert ((y.double() - exact).abs() <= eps * exact.abs()).all()
 
 
 def test_rope_turns_pairs():
-    """Pair (i, i + D/2) is a complex number, turned by t * theta^(-2 i / D)."""
+    """Pair (i, i + D/2) is a complex number, rotated by t * theta^(-2 i / D)."""
     config = dataclasses.replace(STUDY, theta=100.0)
     x = torch.randn(2, 64, 3, 16)
     t, i = torch.arange(64.0).double(), torch.arange(8.0).double()
@@ -97,21 +97,21 @@ def test_rope_turns_pairs():
 
 
 def test_rope_at_positions():
-    """Rows of a longer sequence are turned as they are in it."""
+    """Rows taken from a longer sequence are rotated by their positions in it."""
     x, rope = torch.randn(2, 64, 3, 16), RoPE(STUDY)
     where = torch.tensor([3, 4, 40, 63])
     assert torch.equal(rope(x[:, where], where), rope(x)[:, where])
 
 
 def test_rope_keeps_dtypes():
-    """bf16 stays bf16, though it is turned in fp32."""
+    """A bf16 input gives a bf16 output, rotated in fp32."""
     x = torch.randn(1, 64, 16).bfloat16()
     assert RoPE(STUDY)(x).dtype == torch.bfloat16
     assert torch.equal(RoPE(STUDY)(x), RoPE(STUDY)(x.float()).bfloat16())
 
 
 def test_model_is_its_definition():
-    """The logits are those of the architecture written out in fp64, head by head, w1 beside w3."""
+    """The logits are those of the architecture in fp64, with heads, w1 and w3 taken one by one."""
     model, (tokens, _) = model_of(), batch_of()
     for name, weight in model.named_parameters():
         if "norm" in name:
@@ -143,7 +143,7 @@ def test_model_is_its_definition():
 
 
 def test_attention_gets_views():
-    """Attention is called once a layer, with views [B, H, T, D] that were never copied."""
+    """Attention is called once per layer, with views [B, H, T, D] that were never copied."""
     seen = []
 
     def spy(q, k, v):
@@ -161,7 +161,7 @@ def test_attention_gets_views():
 
 
 def test_residual_stream_is_fp32_under_autocast():
-    """Under bf16 autocast blocks get and give fp32; q, k, v and logits are bf16, the rest fp32."""
+    """Under bf16 autocast only q, k, v and logits are bf16; blocks take and return fp32."""
     dtypes = []
 
     def spy(q, k, v):
@@ -190,7 +190,7 @@ def test_loss_is_fp32():
 
 
 def test_initial_weights():
-    """Matrices keep the variance of their input, are cut at three deviations, and differ."""
+    """Matrices preserve variance, are truncated at three deviations, and differ between layers."""
     model = model_of(SIZES["tiny"])
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
@@ -199,14 +199,14 @@ def test_initial_weights():
         std = 1 if name.startswith("embedding") else weight.shape[1] ** -0.5
         assert weight.std().item() == pytest.approx(
             0.9866 * std, rel=0.02
-        )  # 0.9866: what the cut leaves
+        )  # 0.9866: left by the truncation
         assert 2.8 * std < weight.abs().max() <= 3.001 * std
     assert not torch.equal(*(block.mlp.w2.weight for block in model.blocks))
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_compiles_as_one_graph(checkpoint):
-    """torch.compile takes the model whole, and its gradients are the eager model's."""
+    """torch.compile makes one graph of the model, with the gradients of the eager model."""
     tokens, targets = batch_of()
     config = dataclasses.replace(STUDY, layers=2)
     eager, graph = (model_of(config, flash, checkpoint=checkpoint) for _ in range(2))
@@ -227,7 +227,7 @@ def test_compiles_as_one_graph(checkpoint):
     ],
 )
 def test_bad_config(change, words):
-    """A shape that is none is refused by name."""
+    """An invalid configuration is refused, with the name of the field."""
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(STUDY, **change)
 
@@ -240,7 +240,7 @@ def test_context_has_a_limit():
 
 @contextmanager
 def saving(model, *inputs):
-    """Collect the unique storages kept for backward, but for the model's own and the inputs'."""
+    """Collect the storages saved for backward, except those of the model and of the inputs."""
     own = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers(), *inputs)}
     saved = {}
 
@@ -254,10 +254,10 @@ def saving(model, *inputs):
 
 
 def saved_bytes(model, batch, context, precision):
-    """Run forward and loss; return the bytes kept."""
+    """Run forward and loss; return the bytes saved for backward."""
     tokens, targets = batch_of(model.config, batch, context)
     with saving(model, tokens, targets) as saved, autocast(precision):
-        loss = cross_entropy(model(tokens), targets)  # alive, and with it what it keeps
+        loss = cross_entropy(model(tokens), targets)  # stays alive, with all that it saves
         total = sum(x.untyped_storage().nbytes() for x in saved.values())
     del loss
     return total
@@ -268,13 +268,13 @@ def saved_bytes(model, batch, context, precision):
     [
         ("small", 2, "naive_autocast"),
         *((size, 2, held) for size in SIZES for held in ("naive", "flash")),
-        ("small", 12, "flash"),  # as deep as it is
+        ("small", 12, "flash"),  # at full depth
     ],
 )
 def test_activation_bytes(size, layers, held):
-    """What forward keeps is predicted to the byte: every size, contexts 128 and 1024.
+    """The bytes that forward saves are predicted exactly: every size, contexts 128 and 1024.
 
-    All blocks are alike, so few stand for many; that each adds the same shows one that is deep.
+    All blocks are alike, so two stand for many; one model at full depth confirms that.
     """
     with FakeTensorMode():
         config = dataclasses.replace(SIZES[size], layers=layers)
@@ -305,7 +305,7 @@ def test_activation_bytes_of_one_sequence():
 @pytest.mark.parametrize("held", ATTENTION)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_activation_bytes_on_a_gpu(device, held, precision):
-    """With the GPU's own kernels, too, the prediction is within 1% of what is kept."""
+    """On a GPU, whose kernels differ, the prediction is within 1% of the bytes saved."""
     with device:
         model = TransformerLM(SIZES["tiny"], ATTENTION[held])
         tokens, targets = batch_of(SIZES["tiny"], 4, 128)
@@ -319,14 +319,14 @@ def test_activation_bytes_on_a_gpu(device, held, precision):
 
 
 def test_gpu_norm_keeps_less():
-    """The GPU's norm, one kernel, spares the normalised x of all norms: 2 a block, and the last."""
+    """The GPU's norm, one kernel, does not save the normalized x: 2 norms a block, and the last."""
     cpu = Costs(config=STUDY, batch=2, context=24, device="cpu")
     gpu = dataclasses.replace(cpu, device="cuda")
     assert cpu.activation_bytes - gpu.activation_bytes == (2 * 3 + 1) * 4 * 2 * 24 * 48
 
 
 def peaks_of(costs):
-    """Run each step on fake tensors; return the most bytes that were alive in it."""
+    """Run each step on fake tensors; return its peak of live bytes."""
     with FakeTensorMode(), Live() as live:
         model = TransformerLM(costs.config, ATTENTION[costs.attention], checkpoint=costs.checkpoint)
         tokens, targets = batch_of(costs.config, costs.batch, costs.context)
@@ -340,7 +340,7 @@ def peaks_of(costs):
     return peaks | {"forward+backward": live.peak}
 
 
-PEAKS = [  # some as deep as they are, others cut
+PEAKS = [  # some at full depth, others with fewer layers
     ("tiny", 2, "naive", 1024, False),  # the scores are the largest
     ("small", 4, "naive_autocast", 1024, False),
     ("small", 4, "naive", 1024, True),  # one block's scores at a time
@@ -354,7 +354,7 @@ PEAKS = [  # some as deep as they are, others cut
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("size", "layers", "held", "context", "checkpoint"), PEAKS)
 def test_peak_bytes(size, layers, held, context, checkpoint, precision):
-    """The predicted peak of each step is within 3% of the most that is alive in it."""
+    """The predicted peak of each step is within 3% of its peak of live bytes."""
     costs = Costs(
         config=dataclasses.replace(SIZES[size], layers=layers),
         batch=4,
@@ -365,7 +365,7 @@ def test_peak_bytes(size, layers, held, context, checkpoint, precision):
         device="cpu",
     )
     peaks = peaks_of(costs)
-    # AdamW's state is there all the time, and the fused optimizer adds nothing.
+    # AdamW's state is always allocated, and the fused optimizer adds nothing.
     peaks["train"] = peaks["forward+backward"] + costs.optimizer_bytes
     for step, peak in peaks.items():
         assert costs.bytes(step) == pytest.approx(peak, rel=0.03), step
@@ -374,7 +374,7 @@ def test_peak_bytes(size, layers, held, context, checkpoint, precision):
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_executed_flops(checkpoint):
-    """What naive attention's model multiplies is predicted to the flop."""
+    """The flops that a model with naive attention executes are predicted exactly."""
     costs = Costs(config=STUDY, batch=2, context=24, checkpoint=checkpoint)
     with FakeTensorMode():
         model = TransformerLM(STUDY, naive, checkpoint=checkpoint)
@@ -389,7 +389,7 @@ def test_executed_flops(checkpoint):
 
 
 def test_model_flops():
-    """A step's flops are 2 for each weight and token and 4 D for each pair; backward twice that."""
+    """Forward takes 2 flops per weight and token and 4 D per pair, and backward twice that."""
     costs = Costs(config=STUDY, batch=2, context=24, checkpoint=True)
     with torch.device("meta"):
         model = TransformerLM(STUDY, naive)
@@ -401,7 +401,7 @@ def test_model_flops():
 
 
 def test_flash_flops():
-    """Flash forward executes what it must; backward takes q @ k.T once more: half of forward."""
+    """Flash forward executes no extra flops; backward adds q @ k.T, half of forward's attention."""
     costs = Costs(config=STUDY, batch=2, context=24, attention="flash")
     pairs = 2 * 3 * 24 * 25 // 2
     assert costs.executed("forward") == costs.flops("forward")
@@ -409,7 +409,7 @@ def test_flash_flops():
 
 
 def test_packed_documents_cost_their_own_pairs():
-    """Documents of 10, 0 and 14 tokens have the pairs of each, which flash computes 3.5 times."""
+    """Documents of 10, 0 and 14 tokens cost only their pairs, which flash computes 3.5 times."""
     whole = Costs(config=STUDY, batch=2, context=24, attention="flash")
     packed = dataclasses.replace(whole, documents=(10, 0, 14))
     spared = 4 * 48 * 2 * 3 * (24 * 25 - 10 * 11 - 14 * 15) // 2  # 4 C, batch, layers
@@ -419,7 +419,7 @@ def test_packed_documents_cost_their_own_pairs():
 
 
 def test_checkpointing():
-    """Checkpointed blocks give the same gradients, and keep as many bytes less as predicted."""
+    """Checkpointed blocks give the same gradients, and use exactly as much less as predicted."""
     tokens, targets = batch_of()
     grads, alive, predicted = [], [], []
     for checkpoint in (False, True):
@@ -462,13 +462,13 @@ def test_parameter_gradient_optimizer_bytes():
     ],
 )
 def test_bad_costs(change, words):
-    """What cannot be costed is refused by name."""
+    """An invalid argument of ``Costs`` is refused by name."""
     with pytest.raises(ValueError, match=words):
         Costs(**{"config": STUDY, "batch": 1, "context": 8} | change)
 
 
 @pytest.mark.parametrize("cost", [Costs.flops, Costs.executed, Costs.bytes])
 def test_bad_step(cost):
-    """A step that there is none of is refused by name."""
+    """An unknown step is refused by name."""
     with pytest.raises(ValueError, match=r"step: wanted one of forward, .*, got 'sideways'"):
         cost(Costs(config=STUDY, batch=1, context=8), "sideways")

@@ -1,4 +1,4 @@
-"""Masks: the bounds are the support of the definition, whatever the window, corner and lengths."""
+"""Masks: the bounds are exactly the visible pairs, for every window, corner and length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def matrix(band):
 
 @hypothesis.given(mask=MASKS, seq_q=LENGTHS, seq_kv=LENGTHS)
 def test_definition(mask, seq_q, seq_kv):
-    """A query sees the keys at most left before and right behind its position, from the corner."""
+    """A query sees keys from ``left`` before to ``right`` after its position from the corner."""
     t, s = torch.arange(seq_q)[:, None], torch.arange(seq_kv)[None, :]
     distance = s - t - (seq_kv - seq_q if mask.corner == "bottom_right" else 0)
     wanted = torch.ones(seq_q, seq_kv, dtype=torch.bool)
@@ -39,7 +39,7 @@ def test_definition(mask, seq_q, seq_kv):
 
 @hypothesis.given(band=BANDS)
 def test_bounds_are_the_support(band):
-    """Keys of a query, and queries of a key, are those that the definition pairs, no others."""
+    """The key bounds of a query and the query bounds of a key hold exactly the visible pairs."""
     seen = matrix(band)
     for t in range(band.seq_q):
         low, high = band.keys_of(t)
@@ -51,7 +51,7 @@ def test_bounds_are_the_support(band):
 
 @hypothesis.given(band=BANDS)
 def test_bounds_are_monotone(band):
-    """Bounds lie among the keys and never fall; of a tensor they are those of its elements."""
+    """Bounds lie within the sequence and never decrease; bounds of a tensor are elementwise."""
     for bounds, count, size in (
         (band.keys_of, band.seq_q, band.seq_kv),
         (band.queries_of, band.seq_kv, band.seq_q),
@@ -67,7 +67,7 @@ def test_bounds_are_monotone(band):
 
 @hypothesis.given(band=BANDS, blocks=st.tuples(st.integers(1, 9), st.integers(1, 9)))
 def test_tiles(band, blocks):
-    """A run of tiles holds every one with a visible pair, and its full part all without a mask."""
+    """A tile range holds just the tiles with a visible pair, its full part those with no hidden."""
     seen = matrix(band)
     for matrix_, ranges, own, other in (
         (seen, band.key_tiles, *blocks),
@@ -86,7 +86,7 @@ def test_tiles(band, blocks):
 
 @hypothesis.given(band=BANDS)
 def test_counts(band):
-    """Visible pairs and fully masked rows, in closed form, are those that one counts."""
+    """The closed forms of visible pairs and fully masked rows equal their counts."""
     seen = matrix(band)
     assert band.pairs == int(seen.sum())
     assert band.fully_masked_rows == int((~seen.any(-1)).sum())
@@ -94,12 +94,12 @@ def test_counts(band):
 
 @hypothesis.given(mask=MASKS)
 def test_names_are_read_back(mask):
-    """The name of a mask says all of it."""
+    """Parsing the name of a mask gives the same mask."""
     assert Mask.parse(str(mask)) == mask
 
 
 def test_names():
-    """Names are short, and those of causal masks as old as this project."""
+    """Masks have short names, and those of causal masks never change."""
     names = [str(x) for x in (FULL, CAUSAL, Mask.of("bottom_right"))]
     assert names == ["full", "causal", "causal_br"]
     assert str(Mask.of(window=(70, 5))) == "window70+5"
@@ -108,7 +108,7 @@ def test_names():
 
 
 def test_what_is_asked():
-    """A causal mask sees nothing behind itself, whatever the window; without it, both bounds."""
+    """A causal mask hides every later key, whatever the window; otherwise both bounds hold."""
     assert Mask.of(causal=True) == Mask.of("top_left") == CAUSAL == Mask.of(window=(None, 0))
     assert Mask.of("bottom_right", (3, 9)) == Mask(3, 0, "bottom_right")
     assert Mask.of(window=(3, 9)) == Mask(3, 9)
@@ -118,7 +118,7 @@ def test_what_is_asked():
 
 @pytest.mark.parametrize("window", [(-1, 0), (0, -1), (1,), (1, 2, 3), (True, 0), (0, 1.0), 8, "8"])
 def test_impossible_windows(window):
-    """A window is two bounds, each None or an int from 0 on."""
+    """A window is two bounds, each None or a non-negative int."""
     with pytest.raises(ValueError, match=r"window: wanted \(left, right\), each an int .* got"):
         Mask.of(window=window)
 

@@ -1,4 +1,4 @@
-"""Masks of rows: packed documents, padding, prefixes, chunks, any predicate; laws on every one."""
+"""Row masks: packed documents, padding, prefixes, chunks, any predicate; with laws for each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCK_Q, BLOCK_KV = 8, 4
 
 @st.composite
 def packed_bounds(draw):
-    """Draw documents with a mask each: T, S, their lengths, the mask."""
+    """Draw packed documents: T, S, their lengths, and the mask within each."""
     seq_q, seq_kv = (draw(lengths(1, 40)) for _ in range(2))
     bound = st.none() | st.integers(0, 12)
     causal = draw(st.sampled_from((False, "top_left", "bottom_right")))
@@ -38,7 +38,7 @@ def packed_bounds(draw):
 
 @st.composite
 def rows(draw):
-    """Draw T, S, and two ends of each query that never fall, as tensors of one batch or two."""
+    """Draw T, S, and each query's first and end key, which never decrease, for 1 or 2 batches."""
     seq_q, seq_kv, batch = draw(lengths(1, 40)), draw(lengths(1, 40)), draw(st.integers(1, 2))
     ends = st.lists(st.integers(0, seq_kv), min_size=seq_q, max_size=seq_q).map(sorted)
     low, high = (torch.tensor([draw(ends) for _ in range(batch)]) for _ in range(2))
@@ -58,7 +58,7 @@ def by_hand(seq_q, seq_kv, packed, mask):
 
 
 def assert_consistent(bounds, seen):
-    """Both sides say the same, neither falls, and visits follow one another (see ``bounds``)."""
+    """Check that bounds of queries and of keys agree, never decrease and show exactly ``seen``."""
     assert torch.equal(bounds.seen, seen)
     for x in bounds:
         assert x.dtype == torch.int32
@@ -74,9 +74,9 @@ def assert_consistent(bounds, seen):
 
 
 def assert_one_after_the_other(keys, queries, seq_q):
-    """The key tiles that visit a tile of queries are neighbours, and it knows the first of them.
+    """Check that the key tiles that visit a query tile are consecutive, from the first it expects.
 
-    The semaphore of the Hopper backward counts on that: else a program waits for ever.
+    The semaphore of the Hopper backward relies on this: without it, a program waits forever.
     """
     for i in range(-(-seq_q // BLOCK_Q)):
         start = i * BLOCK_Q
@@ -94,7 +94,7 @@ def assert_one_after_the_other(keys, queries, seq_q):
 
 @hypothesis.given(drawn=packed_bounds())
 def test_bounds_of_documents(drawn):
-    """Documents are masks of their own, side by side; the rows behind the last see nothing."""
+    """Each document has a mask of its own, and rows after the last document see nothing."""
     seq_q, seq_kv, packed, mask = drawn
     bounds = of_documents(*cumulative(packed, "cpu"), seq_q, seq_kv, mask)
     assert_consistent(bounds, by_hand(*drawn)[None])
@@ -104,7 +104,7 @@ def test_bounds_of_documents(drawn):
 @hypothesis.settings(max_examples=15)
 @hypothesis.given(drawn=packed_bounds(), falls=st.booleans())
 def test_the_kernel_of_documents(drawn, falls, device):
-    """One launch makes the same bounds, of lengths that fall, too."""
+    """One launch computes the same bounds, also for cumulative lengths that decrease."""
     from flashattn.kernels.portable.document_bounds import launch  # noqa: PLC0415
 
     seq_q, seq_kv, packed, mask = drawn
@@ -120,7 +120,7 @@ def test_the_kernel_of_documents(drawn, falls, device):
 
 @hypothesis.given(drawn=rows())
 def test_bounds_of_rows(drawn):
-    """Rows are what they say, transposed as well."""
+    """Bounds of rows are exactly the visible pairs, for queries and for keys."""
     seq_q, seq_kv, low, high = drawn
     s = torch.arange(seq_kv)
     bounds = of_rows(low, high, seq_kv)
@@ -131,7 +131,7 @@ def test_bounds_of_rows(drawn):
 
 @hypothesis.given(drawn=rows())
 def test_tiles_of_intervals(drawn):
-    """Tiles that are visited hold every pair that is seen; whole ones hold no other."""
+    """Visited tiles hold every visible pair, and full tiles hold no hidden one."""
     seq_q, seq_kv, low, high = drawn
     bounds = of_rows(low, high, seq_kv)
     intervals, seen = Intervals(bounds, dims=0), bounds.seen
@@ -165,7 +165,7 @@ def seen_of(mask, *, seq_q=12, seq_kv=12, band=Mask(), batch=2):  # noqa: B008 -
 T, S = torch.arange(12)[:, None], torch.arange(12)[None, :]
 LENGTHS = torch.tensor([5, 12])
 SHORT = LENGTHS[:, None, None] > S
-MASKS = {  # made for a device, and what they let a query see
+MASKS = {  # a mask for a device, and the pairs that it shows
     "padding": (lambda on: masks.padding(on(LENGTHS)), SHORT),
     "left padding": (lambda on: masks.padding(on(LENGTHS), side="left"), SHORT.flip(-1)),
     "prefix": (lambda on: masks.prefix(on(LENGTHS)), (S <= T) | SHORT),
@@ -189,7 +189,7 @@ MASKS = {  # made for a device, and what they let a query see
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
-    """Each mask lets a query see what it says, with a window as well."""
+    """Each mask shows exactly its own pairs, also within a window."""
     make, wanted = MASKS[name]
     mask, wanted = make(lambda x: x), wanted.expand(2, 12, 12)
     assert torch.equal(seen_of(mask).expand(2, -1, -1), wanted)
@@ -198,7 +198,7 @@ def test_masks(name):
 
 
 def test_block_masks():
-    """FlexAttention's BlockMask is its predicate."""
+    """A FlexAttention BlockMask acts as its predicate."""
     from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415
 
     block = create_block_mask(lambda b, h, t, s: t >= s, None, None, 12, 12, device="cpu")
@@ -234,7 +234,7 @@ def dilated(b, h, t, s):
     ],
 )
 def test_bad_masks(make, words):
-    """What is no mask of rows is refused in a sentence."""
+    """An invalid row mask is refused, with the reason."""
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -262,7 +262,7 @@ def test_bad_documents(cu, words):
 
 
 def test_bounds_are_kept():
-    """Layers share bounds; lengths that change, other sizes and other masks get others."""
+    """Layers share cached bounds; changed lengths, other sizes and other masks get their own."""
     q, cu = torch.zeros(1, 1, 12, 4), torch.tensor([0, 5, 12])
     one = bounds_of(q, q, Mask(), cu, None)
     assert bounds_of(q, q, Mask(), cu, None) is one
@@ -276,13 +276,13 @@ def test_bounds_are_kept():
 
 
 def seen_of_documents(cu):
-    """Return which keys a query sees of documents, [1, T, S]."""
+    """Return which keys a query sees under packed documents, [1, T, S]."""
     document = torch.searchsorted(cu[1:], torch.arange(12), right=True)
     return (document[:, None] == document)[None]
 
 
 def test_bounds_that_are_made_already():
-    """They are taken as they are; a window, documents and other masks hide more."""
+    """Precomputed bounds are used as they are; a window, documents and other masks hide more."""
     q, k, cu = torch.zeros(2, 1, 12, 4), torch.zeros(2, 1, 12, 4), torch.tensor([0, 5, 12])
     made = of_rows((T[:, 0] - 6)[None], (T[:, 0] + 2)[None], 12)
     mask = masks.of_bounds(made)
@@ -303,7 +303,7 @@ def test_bounds_that_are_made_already():
 
 
 def test_nothing_is_kept_alive():
-    """Bounds go with the lengths they were made from."""
+    """Cached bounds are freed with the lengths that they were made from."""
     from flashattn.resolve import _KEPT  # noqa: PLC0415
 
     q, cu = torch.zeros(1, 1, 12, 4), torch.tensor([0, 5, 12])
@@ -316,7 +316,7 @@ def test_nothing_is_kept_alive():
 
 @law(asked=PACKED, needs="intervals")
 def test_one_document(impl, sample):
-    """One document as long as the rows hides nothing: the result is that without it."""
+    """One document of all rows hides nothing: the result is that without documents."""
     p = sample.problem
     whole = replace(sample, problem=replace(p, documents=((p.seq_q, p.seq_kv),)))
     assert_agree(ask(impl, replace(sample, problem=replace(p, documents=None))), ask(impl, whole))
@@ -334,7 +334,7 @@ def test_ends_of_a_prefix(impl, sample):
 
 @law(asked=PACKED, needs="intervals")
 def test_documents_are_calls(impl, sample):
-    """A document's results are those of a call for itself."""
+    """A document's results are those of a separate call."""
     p = sample.problem
     packed = ask(impl, sample)
     at_q = at_k = 0
@@ -363,7 +363,7 @@ def test_documents_are_calls(impl, sample):
 
 @law(asked={"batches": (2, 3), "windowed": (False,), "softcaps": (None,)}, needs="intervals")
 def test_batches_have_their_own_keys(impl, sample):
-    """Of padded batches each has the results of a call for its own rows, and 0 behind them."""
+    """Each padded batch has the results of a call on its own rows, then zeros (lse: -inf)."""
     p, draw = sample.problem, torch.Generator().manual_seed(sample.seed)
     sizes = [
         [int(torch.randint(1, n + 1, (), generator=draw)) for n in (p.seq_q, p.seq_kv)]
@@ -405,7 +405,7 @@ def test_batches_have_their_own_keys(impl, sample):
 
 @law(asked=PACKED, needs="intervals")
 def test_rows_in_no_document(impl, sample):
-    """Queries and keys behind the last document, whatever lies there, give and get nothing."""
+    """Queries and keys after the last document, even NaN, have no effect and no gradient."""
     p = sample.problem
     ends = [sum(x) for x in zip(*p.documents, strict=True)]
     hypothesis.assume(ends[0] < p.seq_q or ends[1] < p.seq_kv)
@@ -458,7 +458,7 @@ def test_band_given_as_rows(name, device):
 
 
 def test_one_graph_for_all_documents(device):
-    """Compiled as a whole with lengths as an input, it is compiled once for all lengths."""
+    """With lengths as an input, one compiled graph serves all lengths."""
     compiled = torch.compile(
         lambda q, cu: attention(q, q, q, documents=cu, causal=True, impl="triton"),
         backend="aot_eager",
@@ -478,7 +478,7 @@ def test_one_graph_for_all_documents(device):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("ours", ["tiled", "triton", "auto"])
 def test_what_lies_in_no_document_is_hidden(ours, softcap, device):
-    """Queries and keys that share a tile with those of documents may be NaN, and give nothing."""
+    """Rows in no document, even NaN and within a shared tile, have no effect and no gradient."""
     problem = Problem(batch=2, heads=2, kv_heads=1, seq_q=37, seq_kv=41, head_dim=16)
     documents = tuple(torch.tensor(x, device=device) for x in ((0, 11, 11, 25), (0, 9, 14, 30)))
     grad_o, found = make_grads(problem)[0].to(device), []

@@ -1,4 +1,4 @@
-"""Bytes held, peaks and timelines: of tensors on a CPU, and of a history that is made up."""
+"""Bytes held, peaks and timelines, of tensors on a CPU and of a fake allocator's history."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FRAMES = [
 
 
 def leaf(*shape, device=None):
-    """Return a tensor that wants its gradient."""
+    """Return a tensor that requires its gradient."""
     return torch.randn(*shape, device=device, requires_grad=True)
 
 
@@ -48,13 +48,13 @@ QKV = [leaf(1, 256, 16) for _ in range(3)]
 
 
 def let_go(x):
-    """Keep an exponential of which only one is returned."""
+    """Return an exponential, after another computation whose result is discarded."""
     x.exp().sin().exp()
     return x.exp()
 
 
 def scores(q, k, v):
-    """Attend naively."""
+    """Compute naive attention."""
     return torch.softmax(q @ k.mT, -1) @ v
 
 
@@ -65,10 +65,10 @@ def scores(q, k, v):
         (partial(torch.add, A, A), [], 0),
         (A.exp, [], 8 * 16),  # its result
         (torch.no_grad()(A.exp), [], 0),
-        (lambda: A[:1] * A[1:2], [], 8 * 16),  # a storage once and whole, and not each view's part
+        (lambda: A[:1] * A[1:2], [], 8 * 16),  # each storage once and whole, not each view's part
         (lambda: LAYER(A).sigmoid(), [*LAYER.parameters(), A[1:]], 8 * 32),  # not what is named
-        (partial(let_go, A), [], 8 * 16),  # not what only a tensor that was thrown away would keep
-        (lambda: checkpoint(let_go, A * 2, use_reentrant=False), [], 8 * 16),  # its input alone
+        (partial(let_go, A), [], 8 * 16),  # not what a discarded tensor would save
+        (lambda: checkpoint(let_go, A * 2, use_reentrant=False), [], 8 * 16),  # only its input
         (leaf(1 << 20, 1 << 20, device="meta").exp, [], 1 << 40),  # without a byte of memory
         (torch.compile(lambda: A.exp().sin(), backend="aot_eager"), [A], 8 * 16),
         # An autograd function: its output and a number per row; naive attention: all its scores.
@@ -77,12 +77,12 @@ def scores(q, k, v):
     ],
 )
 def test_held_are_what_backward_reads(call, without, held):
-    """What is kept for the backward pass counts, each storage once and whole."""
+    """Held bytes are those saved for the backward pass, each storage once and whole."""
     assert held_bytes(call, without=without)[0] == 4 * held
 
 
 def test_gradients_are_unchanged_by_counting():
-    """A backward after the count finds all that it needs, and so does the backward of that."""
+    """Backward and double backward work after a count."""
     x = leaf(8)
     _, y = held_bytes(lambda: x.exp() * x)
     (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -92,10 +92,10 @@ def test_gradients_are_unchanged_by_counting():
 
 
 class Allocator:
-    """The CUDA allocator as far as it is asked: counts, a history and a snapshot."""
+    """A fake CUDA allocator: its counts, history and snapshot."""
 
     def __init__(self, patch, live):
-        """Stand in for torch's from now on, with blocks of these bytes live already."""
+        """Replace torch's allocator from now on, with blocks of these bytes already live."""
         self.trace, self.log, self.time = [], [], 1_800_000_000_000_000
         self.blocks = {4096 + 512 * i: size for i, size in enumerate(live)}
         self.peak = self.allocated()
@@ -113,13 +113,13 @@ class Allocator:
         patch.setattr(module.torch, "empty", self.empty)
 
     def event(self, action, address, size, frames=()):
-        """Write down what is done, a microsecond after what was done before."""
+        """Record an event, one microsecond after the previous one."""
         self.time += 1
         event = {"action": action, "addr": address, "size": size, "time_us": self.time}
         self.trace.append(event | {"frames": list(frames)})
 
     def alloc(self, size, frames=FRAMES):
-        """Return the address of a new block, the first that is free."""
+        """Allocate a block at the first free address; return the address."""
         address = next(x for x in itertools.count(4096, 512) if x not in self.blocks)
         self.blocks[address] = size
         self.event("alloc", address, size, frames)
@@ -142,7 +142,7 @@ class Allocator:
         self.peak = self.allocated()
 
     def snapshot(self):
-        """Return the history and what is live, beside a free block and another device's."""
+        """Return the history and the live blocks, with a free block and one of another device."""
 
         def segment(device, blocks, state):
             names = ("address", "requested_size")
@@ -159,7 +159,7 @@ class Allocator:
         return {"device_traces": [[], self.trace], "segments": segments}
 
     def empty(self, size, *, dtype, device):
-        """Return a block that is freed once its address was read."""
+        """Allocate and free a block; return a tensor that has its address."""
         assert (dtype, device.type) == (torch.uint8, "cuda")
         address = self.alloc(size, [])
         self.free(address)
@@ -168,14 +168,14 @@ class Allocator:
 
 @pytest.fixture
 def allocator(monkeypatch):
-    """Return a function that makes an allocator that stands in for torch's."""
+    """Return a function that replaces torch's allocator with a fake one."""
     return lambda *live: Allocator(monkeypatch, live)
 
 
 def test_peak_is_of_the_call(allocator):
-    """A peak is of the call alone, ahead of it and after it the device is awaited."""
+    """A peak is that of the call alone; the device is synchronized before and after the call."""
     gpu = allocator(100)
-    gpu.free(gpu.alloc(5000))  # a peak of before
+    gpu.free(gpu.alloc(5000))  # an earlier peak
 
     def call():
         address = gpu.alloc(1000)
@@ -187,7 +187,7 @@ def test_peak_is_of_the_call(allocator):
 
 
 def test_a_cpu_has_no_peak():
-    """Where no allocator counts, a peak is None, a timeline empty, and the call is made."""
+    """Where no allocator counts, the peak is None and the timeline empty; the call is made."""
     made = []
     assert peak_bytes(lambda: made.append("peak"), CPU) == (None, None)
     assert record(lambda: made.append("line"), CPU) == Timeline([], [], [])
@@ -195,9 +195,9 @@ def test_a_cpu_has_no_peak():
 
 
 def step(gpu):
-    """Return a training step with phases: activations are freed by the backward.
+    """Return a training step with phases, whose backward frees the activations.
 
-    A block of before is freed, and its address given away again.
+    An earlier block is freed, and its address is reused.
     """
 
     def call():
@@ -218,9 +218,9 @@ def step(gpu):
 
 
 def test_timeline_is_of_live_bytes(allocator, tmp_path):
-    """A timeline starts with what was live and follows every block, no mark's own, in phases.
+    """A timeline starts with the live bytes and follows every block, except those that mark phases.
 
-    Of blocks live at the peak the largest are told, with the line and the phase that made them.
+    The largest blocks at the peak are listed, with the line and the phase that allocated them.
     """
     gpu = allocator(200, 60, 60, 9, 8, 6, 5, 4)
     line = record(step(gpu), CUDA, tmp_path / "snapshot.pickle")
@@ -235,7 +235,7 @@ def test_timeline_is_of_live_bytes(allocator, tmp_path):
     (_, start, end), (_, loss, loss_end), (_, backward, _) = line.phases
     assert 0 < start < times[1] < loss < times[4] < loss_end < end < backward
     kept = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())  # noqa: S301 - just written
-    assert kept["device_traces"][1] == gpu.trace  # as torch gives it, for its viewer
+    assert kept["device_traces"][1] == gpu.trace  # unchanged, for torch's viewer
     assert line.largest == [
         Block(1000, "model.py:12 forward", "forward", 3),
         Block(500, None, "backward"),  # autograd's threads run no Python
@@ -251,7 +251,7 @@ def test_timeline_is_of_live_bytes(allocator, tmp_path):
 
 
 def test_memory_is_live_until_its_last_stream_is_done(allocator):
-    """A block that is given back counts while a stream reads it; other events change nothing."""
+    """A freed block counts while a stream still reads it; other events change nothing."""
     gpu = allocator(50)
 
     def call():
@@ -268,7 +268,7 @@ def test_memory_is_live_until_its_last_stream_is_done(allocator):
 
 
 def test_a_failed_recording_ends(allocator):
-    """A call that fails ends the recording, and so does a history that has lost its beginning."""
+    """Recording ends if the call fails or if the history has lost its beginning."""
     gpu = allocator(50)
 
     def lose():
@@ -289,7 +289,7 @@ def test_a_failed_recording_ends(allocator):
 
 
 def test_thinning_keeps_ends_and_extremes():
-    """Of many points few are left, in their order, with the ends, the peak and the lowest."""
+    """Thinning keeps few points, in order, among them the ends, the peak and the lowest."""
     assert thinned([(0.0, 3), (1.0, 1), (2.0, 2)], 3) == [(0.0, 3), (1.0, 1), (2.0, 2)]
     points = [(float(i), 1000 + i % 7) for i in range(10_000)]
     points[1234], points[7777] = (1234.0, 9999), (7777.0, 1)
@@ -297,7 +297,7 @@ def test_thinning_keeps_ends_and_extremes():
     assert len(few) <= 200
     assert few == sorted(few)
     assert {points[0], points[-1], points[1234], points[7777]} <= set(few)
-    # Every stretch shows how far it swings.
+    # Every stretch keeps its own range.
     assert all(
         {1000, 1006} <= {size for at, size in few if start <= at < start + 250}
         for start in range(0, 10_000, 250)
@@ -306,7 +306,7 @@ def test_thinning_keeps_ends_and_extremes():
 
 @pytest.mark.gpu
 def test_a_gpu_is_recorded(tmp_path):
-    """On a GPU a block is in the timeline while it is live, with line and phase, and in a peak."""
+    """On a GPU a live block is in the timeline, with its line and phase, and in the peak."""
     device = torch.device("cuda")
     older = torch.empty(64 << 20, dtype=torch.uint8, device=device)
     before = torch.cuda.memory_allocated(device)

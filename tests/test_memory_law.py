@@ -1,6 +1,6 @@
-"""Memory is linear in the length: what is allocated is known to the byte, and no score matrix is.
+"""Memory is linear in the length: allocations are known to the byte, and none is a score matrix.
 
-All that operators make is counted, inputs are not; on a GPU the allocator is asked, too.
+All allocations of operators count, inputs do not; on a GPU the allocator's counts are checked, too.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def problem_of(length, **changes):
 
 
 def sizes(problem):
-    """Return the bytes of o, of lse, of dq, dk and dv together, and of what backward works with."""
+    """Return the bytes of o, of lse, of dq, dk and dv in all, and of backward's row statistics."""
     wide = torch.finfo(problem.torch_dtype).bits // 8 * problem.head_dim
     rows = problem.batch * problem.heads * problem.seq_q
     keys = problem.batch * problem.kv_heads * problem.seq_kv
     padded = -(-problem.seq_q // ROW_PADDING) * ROW_PADDING * problem.batch * problem.heads
-    return wide * rows, FP32 * rows, wide * (rows + 2 * keys), 2 * FP32 * padded  # lse2, delta
+    return wide * rows, FP32 * rows, wide * (rows + 2 * keys), 2 * FP32 * padded  # lse_log2, delta
 
 
 def decomposed(problem, device, *rows, kernel="fwd"):
-    """Return the bytes of tensors of so many rows as bf16 terms, if they are decomposed."""
+    """Return the bytes of the bf16 terms of this many rows, or 0 if they are not decomposed."""
     specs = map(TensorSpec.of, make_inputs(problem, device=device))
     how = {"gpu": gpu_of(device), "causal": problem.causal is not False, "precision": "bf16x6"}
     terms = terms_of(tile_of(kernel, *specs, **how), problem.torch_dtype, "bf16x6")
@@ -51,13 +51,13 @@ def decomposed(problem, device, *rows, kernel="fwd"):
 
 
 def rows_of(problem):
-    """Return the rows of q and those of k."""
+    """Return the number of rows of q and of k."""
     heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.kv_heads
     return heads * problem.seq_q, kv_heads * problem.seq_kv
 
 
 def partial_sums(problem, device):
-    """Return the bytes of partial gradients: as many as programs that fill the GPU write."""
+    """Return the bytes of partial gradients; check that their programs at most fill the GPU."""
     q, k, v = map(TensorSpec.of, make_inputs(problem, device=device))
     lse = TensorSpec.of(torch.empty(q.shape[:3], device=device))
     gpu = gpu_of(device)
@@ -80,7 +80,7 @@ def partial_sums(problem, device):
 
 
 def kernels(problem, device, num_splits=1):
-    """Launch the kernels, below the operators that hide what they allocate."""
+    """Launch the kernels directly, because operators hide their allocations."""
     q, k, v = make_inputs(problem, device=device)
     grads = make_grads(problem, device=device)
     how = {"right": problem.band.right, "scale": 0.25}
@@ -105,7 +105,7 @@ def tiles(problem, device):
 
 
 def naively(problem, device):
-    """Run the three lines that everybody writes."""
+    """Run naive attention."""
     q, k, v = (x.requires_grad_() for x in make_inputs(problem, device=device))
     with Live(q, k, v) as live:
         o = naive_attention(q, k, v, mask=problem.mask, scale=0.25)
@@ -116,8 +116,8 @@ def naively(problem, device):
 
 @pytest.mark.parametrize("way", [kernels, tiles])
 def test_no_tensor_is_a_score_matrix(device, way):
-    """No tensor of forward and backward is larger than o, or its bf16 terms; naive's have T x S."""
-    heads = 1 if device.type == "cpu" else 128  # so many that nothing is split
+    """No tensor of either pass is larger than o or its bf16 terms; naive attention has T x S."""
+    heads = 1 if device.type == "cpu" else 128  # enough that nothing is split
     problem = problem_of(256, heads=heads)
     largest = heads * 256 * 16 * FP32
     if way is kernels:
@@ -127,7 +127,7 @@ def test_no_tensor_is_a_score_matrix(device, way):
 
 
 def test_bytes_grow_linearly(device):
-    """Each further tile of length adds the same bytes to the tiled algorithm; naive adds more."""
+    """Each further tile of rows adds the same bytes to the tiled algorithm, and more to naive."""
     found = [[way(problem_of(n), device)[1] for n in (128, 192, 256)] for way in (tiles, naively)]
     for a, b, c in zip(*found[0], strict=True):
         assert c - b == b - a > 0
@@ -146,13 +146,13 @@ def test_bytes_grow_linearly(device):
     ],
 )
 def test_kernels_allocate_what_they_return(device, length, seq_kv, dtype, also):
-    """Forward allocates o and lse, backward the gradients and two numbers a query: to the byte.
+    """Forward allocates exactly o and lse, and backward the gradients and two numbers per query.
 
-    And, where there is much to do in fp32, the bf16 terms of the inputs; where there is next to
-    nothing to do, not even the two numbers.
+    Large fp32 problems also allocate the bf16 terms of the inputs, and tiny problems not even the
+    two numbers.
     """
-    if device.type == "cuda":  # where less is never decomposed, and fp32 has its two numbers always
-        much = length == 130  # for a backward
+    if device.type == "cuda":  # small inputs are not decomposed; fp32 always has the two numbers
+        much = length == 130  # enough for a backward
         also = ({"terms", "rows"} if much else {"rows"}) if dtype == "float32" else set()
     problem = replace(problem_of(length, heads=4, kv_heads=2, seq_kv=seq_kv), dtype=dtype)
     _, (after_forward, after_backward) = kernels(problem, device)
@@ -167,7 +167,7 @@ def test_kernels_allocate_what_they_return(device, length, seq_kv, dtype, also):
 
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(128, 60), (64, 256)])
 def test_split_gradients_take_a_bounded_scratch(device, seq_q, seq_kv):
-    """Each part of what is split has gradients in fp32."""
+    """A split backward allocates its partial gradients in fp32, and nothing else beside."""
     problem = problem_of(seq_q, heads=1, seq_kv=seq_kv, causal=False)
     o, lse, grads, rows = sizes(problem)
     scratch = partial_sums(problem, device)
@@ -180,14 +180,14 @@ def test_split_gradients_take_a_bounded_scratch(device, seq_q, seq_kv):
 
 @pytest.mark.parametrize("seq_kv", [300, 1200])
 def test_split_keys_take_a_bounded_scratch(device, seq_kv):
-    """Each part of a tile has o and two numbers a row in fp32, and programs just fill the GPU."""
+    """Each key split allocates fp32 o and two numbers a row, and programs at most fill the GPU."""
     problem = problem_of(64, heads=1, seq_kv=seq_kv, causal=False)
     specs, gpu = [TensorSpec.of(x) for x in make_inputs(problem, device=device)], gpu_of(device)
     plan = choose_forward(specs, gpu, Options(None, 0.25, "bf16x6"))
     parts, most = plan.split.num, tables.rows_of(gpu).limits.split["fwd"][0][0]
     assert 1 < plan.programs <= most * gpu.num_sms
     o, lse, _, _ = sizes(problem)
-    counters(specs[0].device, 1)  # which a GPU keeps
+    counters(specs[0].device, 1)  # a GPU keeps them
     _, (after_forward, _) = kernels(problem, device, num_splits=None)
     queries, keys = rows_of(problem)
     tiles = -(-problem.seq_q // plan.tile.block_q)
@@ -197,13 +197,13 @@ def test_split_keys_take_a_bounded_scratch(device, seq_kv):
 
 
 def requested(call, device):
-    """Return the most bytes that were asked of the GPU's allocator at once, and the result."""
+    """Return the peak of bytes requested from the GPU's allocator, and the result."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
     result = call()
     torch.cuda.synchronize(device)
-    # Not the bytes of its blocks, which it rounds up by as much as a MiB.
+    # Requested bytes, not those of blocks, which the allocator rounds up by as much as a MiB.
     return torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before, result
 
 
@@ -211,9 +211,9 @@ def requested(call, device):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("causal", [False, "top_left"])
 def test_a_gpu_allocates_what_is_returned(device, causal, dtype):
-    """On a GPU, too, to the byte, at every length: 16 times the length is 16 times the bytes.
+    """A GPU allocates exactly what is known: 16 times the length takes 16 times the bytes.
 
-    The heads are so many that nothing is split.
+    There are enough heads that nothing is split.
     """
     impl, ratios = get("triton"), []
     for length in (2048, 2048, 8192, 32768):  # the first call compiles and is not judged

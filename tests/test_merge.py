@@ -1,4 +1,4 @@
-"""Attention to more keys is merged as if all had been there at once."""
+"""Merging attention over two sets of keys gives attention over both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def parts(device, dtype, batch, heads, rows, head_dim):
-    """Return o and lse of two parts, in memory of more heads and rows; some rows see nothing."""
+    """Return o and lse of two parts, as views of larger tensors; some rows are fully masked."""
     generator = torch.Generator().manual_seed(rows)
     found = []
     for part in range(2):
@@ -32,7 +32,7 @@ def parts(device, dtype, batch, heads, rows, head_dim):
     sizes=st.tuples(*(st.integers(1, most) for most in (2, 3, 70, 72))),
 )
 def test_merged_is_the_whole(device, dtype, sizes):
-    """Weights are those of the softmax over both; what surrounds the rows stays."""
+    """Parts are weighted by the softmax over both, and nothing around the rows is written."""
     o, lse, o_more, lse_more = parts(device, dtype, *sizes)
     whole = torch.logaddexp(lse.double(), lse_more.double())
     finite = whole.masked_fill(whole == -torch.inf, 0)
@@ -49,7 +49,7 @@ def test_merged_is_the_whole(device, dtype, sizes):
 
 
 def test_unseen_rows_stay_to_the_bit(device):
-    """Where the added keys are hidden from a row, nothing is written, whatever lies there."""
+    """A row that sees none of the added keys keeps its bits, whatever the added part holds."""
     o, lse, o_more, lse_more = parts(device, torch.bfloat16, 1, 2, 40, 16)
     hidden = lse_more == -torch.inf
     o_more[hidden] = torch.nan
@@ -61,7 +61,7 @@ def test_unseen_rows_stay_to_the_bit(device):
 
 
 def test_nan_is_kept(device):
-    """A row whose part is NaN is NaN, and no other is."""
+    """A row with a NaN in its part is NaN, and no other row is."""
     o, lse, o_more, lse_more = parts(device, torch.float32, 1, 1, 8, 16)
     o_more[0, 0, 5], lse_more[0, 0, 5] = torch.nan, torch.nan
     merge.launch(o, lse, o_more, lse_more)
@@ -82,7 +82,7 @@ def test_merges_as_pytorch_does(device, sizes):
 @pytest.mark.parametrize("columns", [1, 3, 4, 64])
 @pytest.mark.parametrize("offset", [0, 1, 4])
 def test_copied_rows_are_equal(device, dtype, columns, offset):
-    """In words or one by one, and nothing beside them is written."""
+    """Copied rows are equal, in words or one by one, and nothing beside them is written."""
     y = torch.arange(5.0 * 3 * 72, device=device).to(dtype).view(5, 3, 72).transpose(0, 1)
     y = y[..., offset : offset + columns]
     x = torch.full((3, 5, 80), -1.0, device=device, dtype=dtype)

@@ -1,6 +1,6 @@
-"""The host reads nothing from the device: packed documents, padding and caches through drop-ins.
+"""The host reads nothing from the device: drop-ins with packed documents, padding and caches.
 
-On a CPU whoever reads a value is caught by a mode; on a GPU by PyTorch's own check.
+A torch mode catches reads on a CPU, and PyTorch's own check catches them on a GPU.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ USED = (5, 0, 30)
 
 class _Functions(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        """Refuse what looks at values."""
+        """Refuse functions that read values."""
         assert function not in READS, function
         return function(*args, **(kwargs or {}))
 
 
 class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Refuse the operator behind what looks at values."""
+        """Refuse the operator that reads values."""
         assert function is not torch.ops.aten._local_scalar_dense.default
         return function(*args, **(kwargs or {}))
 
 
 @contextmanager
 def unread(device):
-    """Let nobody read a value from the device."""
+    """Fail if a value is read from the device."""
     if device.type != "cuda":
         with _Functions(), _Operators():
             yield
@@ -55,9 +55,9 @@ def unread(device):
 
 
 def unseen(device, call, *values):
-    """Call with numbers on the device, to compile and to choose, then with others, unread.
+    """Call with numbers on the device, to compile and choose kernels, then again without reads.
 
-    They are other tensors, so that nothing is kept of them.
+    The second call gets new tensors, for which nothing is cached.
     """
     call(*(numbers(device, x) for x in values))
     given = [numbers(device, x) for x in values]
@@ -66,7 +66,7 @@ def unseen(device, call, *values):
 
 
 def tokens(device, count=40, heads=2):
-    """Return drawn tokens that need gradients, in a dtype of the kernels."""
+    """Return random tokens that need gradients, in a dtype that the kernels take."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(count, heads, 64, generator=generator, device=device, dtype=dtype)
@@ -80,7 +80,7 @@ def numbers(device, values):
 
 @pytest.fixture
 def _ours(device, monkeypatch):
-    """On a CPU ask for our kernels: others read bounds, as values lie on the host there."""
+    """On a CPU use our kernels: others read bounds, since values are in host memory there."""
     if device.type == "cpu":
         for module in (flash_attn, kvcache):
             monkeypatch.setattr(module, "attention", partial(attention, impl="triton"))
@@ -90,7 +90,7 @@ def _ours(device, monkeypatch):
     "reads", [bool, int, torch.Tensor.item, torch.Tensor.tolist, torch.nonzero]
 )
 def test_a_read_is_caught(reads, device):
-    """A test that nobody reads can fail."""
+    """Every kind of read is caught."""
     x = torch.ones((), device=device)
     with pytest.raises((AssertionError, RuntimeError)), unread(device):
         reads(x)
@@ -99,7 +99,7 @@ def test_a_read_is_caught(reads, device):
 @pytest.mark.usefixtures("_ours")
 @pytest.mark.parametrize("used", [False, True])
 def test_flash_attn_varlen(device, used):
-    """Both passes, of documents of which all or some tokens are used."""
+    """Both passes over documents read nothing, whether all or only some tokens are used."""
     q, k = tokens(device), tokens(device, heads=1)
 
     def step(cu, lengths=None):
@@ -113,7 +113,7 @@ def test_flash_attn_varlen(device, used):
 
 @pytest.mark.usefixtures("_ours")
 def test_one_graph_for_all_lengths(device):
-    """Compiled with lengths as inputs, the functions are compiled once, and agree."""
+    """With lengths as inputs, the functions compile once for all lengths, and change no bit."""
     q, k = tokens(device), tokens(device, heads=1)
     k_cache, v_cache = (tokens(device, heads=1).detach().view(2, 20, 1, 64) for _ in range(2))
 
@@ -136,7 +136,7 @@ def test_one_graph_for_all_lengths(device):
 
 @pytest.mark.gpu
 def test_a_cuda_graph_for_all_lengths(device):
-    """Replayed with other lengths in their place, it answers them."""
+    """A CUDA graph replayed with other lengths in place gives their results."""
     q, cu = tokens(device), numbers(device, CU)
 
     def step():
@@ -159,7 +159,7 @@ def test_a_cuda_graph_for_all_lengths(device):
 
 @pytest.mark.usefixtures("_ours")
 def test_flash_attn_with_kvcache(device):
-    """A step of decoding."""
+    """A decoding step reads nothing."""
     q, k_cache, v_cache = (tokens(device).detach().view(2, 20, 2, 64) for _ in range(3))
 
     def step(lengths):
@@ -172,7 +172,7 @@ def test_flash_attn_with_kvcache(device):
 
 
 def test_varlen_operators(device):
-    """PyTorch's own, below the dispatcher, where on a CPU no mode sees them."""
+    """Our kernels for PyTorch's varlen operators read nothing; called here where modes see them."""
     q = tokens(device).detach()
     how = {"window_size_left": 9, "window_size_right": 0}
 
@@ -189,7 +189,7 @@ def test_varlen_operators(device):
 
 
 def test_varlen_attn(device):
-    """PyTorch's function for them; on a CPU what it calls is seen above alone."""
+    """``varlen_attn`` reads nothing; on a CPU only the test above sees what it calls."""
     q = tokens(device)
 
     def step(cu):
@@ -200,7 +200,7 @@ def test_varlen_attn(device):
 
 
 def models(device):
-    """Return tiny models of transformers, by what is special about their masks."""
+    """Return tiny models of transformers, which differ in their masks."""
     transformers = pytest.importorskip("transformers", reason="the extra integrations is missing")
     from flashattn.integrations.transformers import register  # noqa: PLC0415
 
@@ -226,9 +226,9 @@ def models(device):
 @pytest.mark.parametrize("name", ["llama", "gemma 2"])
 @pytest.mark.parametrize("mode", ["packed", "padded"])
 def test_training_step(name, mode, device):
-    """A step of a model of transformers: masks, both passes, the loss.
+    """A training step of a transformers model reads nothing: masks, both passes, the loss.
 
-    Transformers itself reads ``position_ids`` where it gets no ``attention_mask``.
+    Transformers itself reads ``position_ids`` unless it gets an ``attention_mask``.
     """
     model = models(device)[name].to(device)
     model = model.bfloat16() if device.type == "cuda" else model

@@ -28,8 +28,8 @@ for head_dim in (64, 40, 20):
 
 
 def test_resources_and_loads_are_seen(monkeypatch):
-    """A tile that fits is without complaint; 16 bytes are loaded at a time, of 20 columns eight."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # a process that interprets cannot
+    """A tile that fits has no complaint; 16 bytes are loaded at a time, or 8 for 20 columns."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # an interpreting process cannot compile
     command = [sys.executable, "-W", "ignore", "-c", CODE]
     done = subprocess.run(command, capture_output=True, check=False, text=True)
     wanted = ["64 False True False", "40 False True False", "20 False False True"]
@@ -38,7 +38,7 @@ def test_resources_and_loads_are_seen(monkeypatch):
 
 @pytest.mark.interpreter
 def test_an_interpreting_process_is_refused():
-    """Where Triton interprets, the reason is said instead of a crash in the compiler."""
+    """An interpreting process gets an error that says why, instead of a crash in the compiler."""
     variant = Variant("sm_90", "fwd", 2, 64, Tile(64, 64, 4, 2), causal=True)
     with pytest.raises(RuntimeError, match="wanted a process without TRITON_INTERPRET=1"):
         compile_variant(variant)
@@ -59,7 +59,7 @@ wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%f1}, %rd1, %rd2, 1, 1, 1, 
 
 
 def test_matrix_instructions():
-    """Every generation's products are counted by shape and type, and nothing else is."""
+    """Matrix instructions of every generation are counted by shape and type, and no others."""
     assert matrix_instructions(PTX) == {
         "mma m16n8k16 bf16": 1,
         "mma m16n8k8 tf32": 1,

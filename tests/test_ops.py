@@ -19,7 +19,7 @@ from flashattn.prepare import prepare
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
 
-# One tile a head: what operators promise does not hang on more, and interpreted each takes time.
+# One tile per head: the operators' promises need no more, and interpreted tiles take long.
 PROBLEM = Problem(heads=4, kv_heads=2, seq_q=32, seq_kv=24, head_dim=16)
 # Diagonal, scale, softcap, precision, kernels, deterministic.
 OPTIONS = 0, 0.25, None, "auto", "triton", True
@@ -51,8 +51,8 @@ NARROW = replace(PROBLEM, value_dim=8)
 
 @pytest.mark.parametrize("layout", ["contiguous", "sequence_first", "strided", "columns"])
 def test_opcheck_of_narrow_values(device, layout):
-    """So where values have fewer columns than keys; the backward takes o and its gradient so."""
-    columns = layout == "columns"  # each of which is dense
+    """Both operators pass opcheck when values have fewer columns than keys, in each layout."""
+    columns = layout == "columns"  # each column is dense
     q, k, v = arguments(device, "contiguous" if columns else layout, NARROW)
     inputs = [x.detach().mT.contiguous().mT if columns else x.detach() for x in (q, k, v)]
     q, k, v = (x.detach().requires_grad_() for x in inputs)
@@ -83,7 +83,7 @@ EXTRAS = {  # of q [B, H, T, D] and k
 
 @pytest.mark.parametrize("extras", EXTRAS)
 def test_opcheck_with_extras(device, extras):
-    """So where there are tensors besides q, k and v."""
+    """The forward operator passes opcheck with tensors besides q, k and v."""
     q, k, v = arguments(device)
     given = [q, k, v, *EXTRAS[extras](q, k), None, None, *OPTIONS]
     for i in (ops.FORWARD - 2, ops.FORWARD - 1):
@@ -93,7 +93,7 @@ def test_opcheck_with_extras(device, extras):
 
 @pytest.mark.parametrize("extras", [None, *EXTRAS])
 def test_opcheck_backward(device, extras):
-    """So for the backward operator."""
+    """The backward operator passes opcheck, with and without extra tensors."""
     q, k, v = (x.detach() for x in arguments(device))
     grad_o, grad_lse = make_grads(PROBLEM, device=device)
     how = (*(EXTRAS[extras](q, k) if extras else Extras()), *(None, None), *OPTIONS)
@@ -105,22 +105,22 @@ def test_opcheck_backward(device, extras):
 
 
 class Watcher(TorchDispatchMode):
-    """Remembers which operators were called."""
+    """A mode that records which operators are called."""
 
     def __init__(self):
-        """Begin with none."""
+        """Start with no calls."""
         super().__init__()
         self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Remember and go on."""
+        """Record the operator and call it."""
         self.seen.append(str(func))
         return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_who_watches_sees_the_operators(device, grad):
-    """A mode sees the operators, whole; where nobody looks the bits are the same."""
+    """A mode sees the operators as a whole; without a mode the bits are the same."""
     q, k, v = (x.requires_grad_(grad) for x in arguments(device))
 
     def run():
@@ -136,7 +136,7 @@ def test_who_watches_sees_the_operators(device, grad):
 
 
 def test_who_watches_the_backward_alone_sees_it(device):
-    """Though nobody looked when the forward ran."""
+    """A mode that is active only during the backward sees the backward operator."""
     inputs = arguments(device)
     o = attention(*inputs, impl="triton")
     exact = torch.autograd.grad(o.sum(), inputs, retain_graph=True)
@@ -153,7 +153,7 @@ def test_who_watches_the_backward_alone_sees_it(device):
 )
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(device, causal, problem, dynamic):
-    """torch.compile takes attention whole, forward and backward, and changes no bit."""
+    """torch.compile makes one graph of attention, forward and backward, and changes no bit."""
     q, k, v = arguments(device, problem=problem)
 
     def call(q, k, v):
@@ -169,7 +169,7 @@ def test_compile(device, causal, problem, dynamic):
 
 
 def test_compile_auto(device):
-    """So does attention left to choose, with every option that it has then."""
+    """Attention that chooses its implementation compiles as one graph, with all its options."""
     q, k, v = arguments(device)
     how = {"causal": True, "precision": "ieee", "deterministic": False}
     torch.compiler.reset()
@@ -180,7 +180,7 @@ def test_compile_auto(device):
 def test_vmap(device):
     """Vmap folds the mapped dimension into the batch; a tensor that is not mapped is shared.
 
-    Half precision, as how fp32 is multiplied depends on how much there is.
+    In half precision, since how fp32 is multiplied depends on the size of the problem.
     """
     half = replace(NARROW, dtype="float16")
     q, k, v = (x.detach() for x in arguments(device, problem=half))
@@ -197,7 +197,7 @@ def test_vmap(device):
 
 @pytest.mark.parametrize("dim", [0, 2])
 def test_vmap_of_tiled(dim, device):
-    """The rule moves the mapped dimension to the front, wherever it is, and shares the others."""
+    """The vmap rule of ``tiled`` moves the mapped dimension to the front and shares the others."""
     q, k, v = (x.detach() for x in arguments(device))
 
     def attend(k):
@@ -213,7 +213,7 @@ BY_NAME = pytest.mark.parametrize("name", NAMES)
 
 
 def loss_of(name, like=None):
-    """Return a number of q, k and v that depends on o, and on lse where ``like`` returns one."""
+    """Return a loss of q, k and v through o, and through lse if ``like`` returns one."""
     lse = (like or name) in ("triton", "tiled", "reference")
 
     def loss(q, k, v):
@@ -224,13 +224,13 @@ def loss_of(name, like=None):
 
 
 def plain_gradients(loss, *inputs):
-    """Return the gradients as autograd has them without a transform."""
+    """Return autograd's gradients, without a transform."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     return torch.autograd.grad(loss(*inputs), inputs)
 
 
 def vjp_later(loss, *, grad):
-    """Return gradients that are asked for after the transform has ended."""
+    """Return a function whose gradients are taken after the transform has ended."""
 
     def gradients(*inputs):
         value, pull = torch.func.vjp(loss, *inputs)
@@ -265,7 +265,7 @@ def test_gradients_by_function(name, transform, device):
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet impl")
 @pytest.mark.parametrize("order", ["vmap of grad", "grad of vmap"])
 def test_gradients_of_many(name, order, device):
-    """Mapped gradients, and gradients of what is mapped, are those of one after the other."""
+    """Mapped gradients and gradients of a map are those of one input after the other."""
     q, k, v = (x.detach() for x in arguments(device))
     loss, many = loss_of(name), torch.stack([q, q + 1, -q], dim=1)
     grad, dims = torch.func.grad, (1, None, None)
@@ -282,7 +282,7 @@ def test_gradients_of_many(name, order, device):
 
 @pytest.mark.parametrize("name", ["triton", "tiled"])
 def test_second_derivatives_by_function(name, device):
-    """They are refused as autograd's are, within a transform and around one."""
+    """Second derivatives are refused as autograd's are, within a transform and around one."""
     q, k, v = arguments(device)
     grad, words = torch.func.grad, 'has no second derivative; impl="reference" has'
 
@@ -304,7 +304,7 @@ def dual(f, x, tangent):
 
 
 def jvp(f, x, tangent):
-    """Return one by torch.func."""
+    """Return a forward-mode derivative by torch.func."""
     return torch.func.jvp(f, (x,), (tangent,))[1]
 
 
@@ -316,12 +316,12 @@ FORWARD_MODE = {
 }
 
 
-@pytest.mark.parametrize("name", [*NAMES, "sdpa_math"])  # PyTorch's in fp64 on a GPU is its math
+@pytest.mark.parametrize("name", [*NAMES, "sdpa_math"])  # in fp64 on a GPU PyTorch uses its math
 @pytest.mark.parametrize("transform", FORWARD_MODE)
 @pytest.mark.parametrize("inner", ["value", "gradient"])
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_forward_mode(name, transform, inner, needs_grad, device):
-    """It is right or refused by a sentence that names the reference; never a silent zero."""
+    """A forward-mode derivative is right, or refused by naming the reference; never silently 0."""
     dtype = "float64" if name in ("reference", "sdpa", "sdpa_math") else "float32"
     given = arguments(device, problem=replace(PROBLEM, dtype=dtype))
     q, k, v = (x.requires_grad_(needs_grad) for x in given)
@@ -347,7 +347,7 @@ def test_forward_mode(name, transform, inner, needs_grad, device):
 
 
 def test_other_errors_of_sdpa_are_its_own(device, monkeypatch):
-    """What PyTorch has not implemented otherwise it says itself."""
+    """Any other NotImplementedError of SDPA is passed on as it is."""
 
     def fail(*_, **__):
         raise NotImplementedError("something else")
@@ -358,7 +358,7 @@ def test_other_errors_of_sdpa_are_its_own(device, monkeypatch):
 
 
 def test_outputs_keep_the_layout(device):
-    """O lies in memory as q does, so that merging heads after a projection copies nothing."""
+    """O has the memory layout of q, so that merging its heads copies nothing."""
     q, k, v = (x.detach() for x in arguments(device, "sequence_first"))
     assert attention(q, k, v, impl="triton").stride() == q.stride()
     narrow = torch.empty_like(q[..., :8])
@@ -377,7 +377,7 @@ def shifted(x):
 
 @pytest.mark.parametrize("move", [scattered, shifted])
 def test_inputs_may_lie_anyhow(device, move):
-    """Each is read by its own strides and address, or copied where it is not dense."""
+    """Each input is read by its own strides and address, or copied if its rows are not dense."""
     given = [x.detach() for x in arguments(device)]
     exact = attention(*given, causal=True, impl="triton")
     for i, x in enumerate(given):
@@ -388,9 +388,9 @@ def test_inputs_may_lie_anyhow(device, move):
 @pytest.mark.parametrize("move", [scattered, shifted])
 @pytest.mark.parametrize("which", range(5))
 def test_saved_tensors_may_move(device, move, which):
-    """Hooks that keep what is saved elsewhere give it back with strides and addresses of its own.
+    """Saved-tensor hooks may give back tensors with other strides and addresses.
 
-    The same forward has had gradients before, of tensors that stayed where they were.
+    The same forward has had gradients before, with saved tensors that were not moved.
     """
     inputs = arguments(device)
     grad_o, _ = make_grads(PROBLEM, device=device)
@@ -411,7 +411,7 @@ def test_saved_tensors_may_move(device, move, which):
 
 
 def test_gradients_may_lie_anyhow(device):
-    """Of one forward, gradients are read by the strides and at the address that each has."""
+    """Output gradients are read by their own strides and addresses, whatever the forward had."""
     inputs = arguments(device)
     dense, lse = make_grads(PROBLEM, device=device)
     one = dense.new_ones(()).expand_as(dense)
@@ -436,7 +436,7 @@ def test_gradients_may_lie_anyhow(device):
 
 
 def test_gradients_are_of_the_precision_that_torch_allows_then(device, matmul):
-    """Products of fp32 are made as the setting says when gradients are, whatever it said before."""
+    """Backward multiplies fp32 as PyTorch's setting says at that time, not as it said before."""
     inputs = arguments(device)
     prepared = prepare(*inputs)
     for plans, precision in ((1, "ieee"), (2, "tf32"), (2, "ieee")):
@@ -447,7 +447,7 @@ def test_gradients_are_of_the_precision_that_torch_allows_then(device, matmul):
 
 
 def test_gradients_plans_are_few(device, monkeypatch):
-    """Gradients that keep lying elsewhere do not fill the memory."""
+    """Gradients whose strides keep changing leave only a bounded number of plans in memory."""
     monkeypatch.setattr(ops, "MOST_BACKWARDS", 2)
     q, k, v = arguments(device)
     prepared = prepare(q, k, v)
@@ -459,7 +459,7 @@ def test_gradients_plans_are_few(device, monkeypatch):
 
 
 def test_a_forward_without_gradients_saves_nothing(device):
-    """Where gradients are not enabled, or not needed, o has no history, whatever was prepared."""
+    """Where gradients are disabled or not needed, o has no history, whatever ran before."""
     inputs = arguments(device)
     assert attention(*inputs, impl="triton").requires_grad
     with torch.no_grad():
@@ -474,7 +474,7 @@ def test_a_forward_without_gradients_saves_nothing(device):
 
 
 def test_why_not():
-    """Limits are sentences that say what would do instead."""
+    """A limit is a sentence that names what works instead."""
     cpu = torch.device("cpu")
     assert "tiled and reference" in gpus.why_not(Problem(dtype="float64"), cpu)
     assert "up to 256" in gpus.why_not(Problem(head_dim=257), cpu)
@@ -486,7 +486,7 @@ def test_why_not():
     [("3.6.0", "2.4.1", True), ("3.6.0", "2.3.5", False), ("3.7.0", "2.4.1", False)],
 )
 def test_an_interpreter_that_fails_is_told(triton, numpy, fails):
-    """Triton 3.6's interpreter with a numpy that it cannot live with is a reason, and a remedy."""
+    """A numpy that Triton 3.6's interpreter cannot use is refused, with a reason and a remedy."""
     reason = gpus.why_not_interpreted(triton, numpy)
     assert (reason is not None) is fails
     assert not fails or "pip install 'numpy<2.4'" in reason

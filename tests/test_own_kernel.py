@@ -69,9 +69,9 @@ def _forget(monkeypatch):
 
 
 def test_tests_run_on_own_kernels(pytester, monkeypatch, capsys):
-    """The right one passes, the wrong one fails, with a small case and a line that repeats it.
+    """A right kernel passes; a wrong one fails, with a small case and a line that repeats it.
 
-    One that hangs fails that test, and the others are run.
+    A kernel that hangs fails that test, and the other tests are run.
     """
     for name in ("conftest.py", "pyproject.toml", "tests/test_impls.py"):
         shutil.copy(ROOT / name, pytester.path)
@@ -118,7 +118,7 @@ def test_tests_run_on_own_kernels(pytester, monkeypatch, capsys):
 
 
 def test_repro_says_how_they_do(pytester, capsys):
-    """Its exit status is one for a wrong answer alone, not for a problem that is not claimed."""
+    """Repro exits with 1 for a wrong answer, and not for a problem that is not claimed."""
     path = pytester.makepyfile(kernels=KERNELS)
     hard = ["--problem", "fp16-b1h1-q4-d16-causal", "--values", "extreme", "--scale=-0.3"]
     answers = {}
@@ -144,7 +144,7 @@ def other(q, k, v, *, causal, scale):
 
 
 def test_a_file_of_one_function(pytester):
-    """A file that registers nothing is known by its name; another function of it by its own."""
+    """A file that registers nothing goes by its own name; another function in it by its own."""
     path = pytester.makepyfile(torch=FUNCTIONS)
     with pytest.raises(ValueError, match="wanted a function anyone"):
         choose(f"{path}:anyone")
@@ -179,7 +179,7 @@ def test_a_file_of_one_function(pytester):
     ],
 )
 def test_files_that_hold_none(tmp_path, source, option, words):
-    """What --impl names and does not find is a sentence; nothing is left registered."""
+    """An --impl that cannot be found or loaded is refused by name, and registers nothing."""
     path = tmp_path / "mine.py"
     if source is not None:
         path.write_text(source)
@@ -190,7 +190,7 @@ def test_files_that_hold_none(tmp_path, source, option, words):
 
 
 def test_usage_error(pytester):
-    """On the command line that sentence is a usage error."""
+    """On the command line a bad --impl is a usage error."""
     shutil.copy(ROOT / "conftest.py", pytester.path)
     result = pytester.runpytest_inprocess("--impl", "absent.py")
     assert result.ret == pytest.ExitCode.USAGE_ERROR

@@ -26,11 +26,11 @@ from flashattn.report import gate
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-# On a GPU so many heads that the device takes the time, and not its host, which others may share.
+# On a GPU, enough heads that the device limits the time, not the host, which may be shared.
 HEADS = (512, 8, 8) if torch.cuda.is_available() else (1, 1, 1)
 QUICK = replace(cases.CPU[0], name="quick", shape=(*HEADS, 64, 64))
 SELFTEST = 15 if torch.cuda.is_available() else 30  # rounds
-# Slow on a CPU and on a GPU: some milliseconds of the host, and kernels that the device runs.
+# Slow on a CPU and on a GPU: it takes milliseconds of the host and kernels of the device.
 SPIN = "\n    for _ in range(300):\n        q = q + 0\n"
 BEGIN = "    o = torch.empty_like(q)\n"  # of tiled_forward
 GROUP = "    group, terms = q"  # of the reference
@@ -58,13 +58,13 @@ def git(folder, *arguments):
 
 
 def commit(folder):
-    """Commit all there is."""
+    """Commit all files."""
     git(folder, "add", "--all", "--force")
     git(folder, "commit", "--quiet", "--message", "change")
 
 
 def edit(folder, name, old, new):
-    """Replace a text that a file of the package has."""
+    """Replace a text in a file of the package."""
     path = folder / "flashattn" / name
     text = path.read_text()
     assert old in text
@@ -72,7 +72,7 @@ def edit(folder, name, old, new):
 
 
 def set_cases(*chosen):
-    """Let the gate have no other cases."""
+    """Set the cases of the gate."""
     plugin.CASES.update(dict.fromkeys(("cpu", "cuda"), chosen))
 
 
@@ -89,7 +89,7 @@ def intervals(result):
 
 
 def unknown(result):
-    """Return whether the gate says that it could not tell, and its null arm shows why."""
+    """Return whether the gate could not tell because of noise in its null arm."""
     _, (low, high) = intervals(result)
     wide = low < -100 * gate.MARGIN or high > 100 * gate.MARGIN
     said = any(re.search(r" (AMBIGUOUS|UNPROVEN)\b.* \|", line) for line in result.outlines)
@@ -97,17 +97,17 @@ def unknown(result):
 
 
 def undecided(result):
-    """Return whether the gate says that it could not tell, of code that is the same.
+    """Return whether noise kept the gate from telling that unchanged code is the same.
 
-    Noise shows why: an interval is wider than the margin, be it the null arm's or the change's, as
-    where a host is calm in the first rounds, which both have, and busy in those that are added.
+    Noise makes an interval wider than the margin: that of the null arm, or that of the change if
+    the host is calm in the first rounds, which both have, and busy in those that are added.
     """
     wide = any(high - low > 100 * gate.MARGIN for low, high in intervals(result))
     return wide and any(re.search(r" AMBIGUOUS\b.* \|", line) for line in result.outlines)
 
 
 def junit(path):
-    """Return how many tests a JUnit file has, how many failed, and what it says of the failures."""
+    """Return the number of tests and of failures in a JUnit file, and the failure messages."""
     suite = ET.parse(path).getroot()[0]  # noqa: S314 - written a moment ago
     said = [failure.get("message") for failure in suite.iter("failure")]
     return int(suite.get("tests")), int(suite.get("failures")), said
@@ -115,16 +115,16 @@ def junit(path):
 
 @pytest.mark.alone
 def test_unchanged_code_is_the_same(repository, monkeypatch):
-    """Unchanged code passes with a table, here and on GitHub's page; nothing is left behind."""
+    """Unchanged code passes, with a table here and on GitHub's page, and leaves no files behind."""
     summary, scratch = repository.path / "summary.md", repository.path / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     for _ in range(3):
         result = run(repository, "--gate-against=HEAD")
-        if not undecided(result):  # on a host that is busy with something else
+        if not undecided(result):  # a host that is busy leaves it undecided
             break
-    if undecided(result):  # all that the gate may say there is that it does not know
+    if undecided(result):  # then the gate may say only that it does not know
         result.stdout.fnmatch_lines(["| quick *AMBIGUOUS |", "*AMBIGUOUS *: quick, *"])
     else:
         result.assert_outcomes(passed=1)
@@ -136,9 +136,9 @@ def test_unchanged_code_is_the_same(repository, monkeypatch):
 
 @pytest.mark.alone
 def test_a_slow_down_is_a_failed_test(repository, monkeypatch):
-    """What is slower fails with a sentence that JUnit counts; what is faster or new does not.
+    """A slower case fails, with a message that JUnit counts; a faster or new case does not.
 
-    The old revision has neither the gate nor its clock, and prints, which is no answer.
+    The old revision has neither the gate nor its clock, and its prints are not taken for answers.
     """
     folder = repository.path
     for gone in ("gate", "measure"):
@@ -155,7 +155,7 @@ def test_a_slow_down_is_a_failed_test(repository, monkeypatch):
     starts, start = [], Pair._start
     monkeypatch.setattr(Pair, "_start", lambda both: starts.append(start(both)))
     result = run(repository, "--gate-against=HEAD", "--junitxml=junit.xml")
-    # What is collected again is so in new processes; a loaded host may disturb the null arm.
+    # Each further collection uses new processes; a loaded host may disturb the null arm.
     assert len(starts) == 1 + sum(line.count(" + 30") for line in result.outlines)
     assert result.parseoutcomes()["failed"] == 1
     assert result.ret == 1
@@ -179,7 +179,7 @@ def test_a_slow_down_is_a_failed_test(repository, monkeypatch):
 
 
 def test_a_dead_worker_tells_why(repository):
-    """A process that dies is a failure with its last words; the next case gets new processes."""
+    """A process that dies fails its case with its last words; the next case gets new processes."""
     die = "    import os; os.write(2, b'farewell'); os._exit(3)\n"
     edit(repository.path, "tiled.py", BEGIN, die)
     edit(repository.path, "reference.py", GROUP, "    q.no_such_thing\n" + GROUP)
@@ -193,7 +193,7 @@ def test_a_dead_worker_tells_why(repository):
 
 
 def test_an_old_revision_that_does_not_start_proves_nothing(repository, monkeypatch):
-    """It is not tried again for each case; the status and the last words are in the table."""
+    """A broken old revision is started once, not for each case; status and table say UNPROVEN."""
     starts, start = [], Pair._start
     monkeypatch.setattr(Pair, "_start", lambda both: (starts.append(both), start(both)))
     init = repository.path / "flashattn" / "__init__.py"
@@ -212,11 +212,11 @@ def test_an_old_revision_that_does_not_start_proves_nothing(repository, monkeypa
 
 @pytest.mark.alone
 def test_the_selftest_sees_what_is_there(repository):
-    """Work that is added to a case is seen, by the processes of each collection."""
+    """Work that is added to a case is seen, in the processes of each collection."""
     result = run(repository, "--gate-selftest")
-    if unknown(result):  # three times, in new processes
+    if unknown(result):  # after three tries, each in new processes
         (slower, _), (_, null) = intervals(result)
-        assert null > slower  # the old one alone was as much slower as what was to be seen
+        assert null > slower  # the null arm alone reached the change
         result.assert_outcomes(skipped=1)
         assert result.ret == gate.EXIT_UNPROVEN
         return
@@ -245,10 +245,10 @@ BLURRED = (gate.Interval(low=0.5, median=1.0, high=2.0), SAME)
     ids=["blind", "noisy", "at-last", "at-once", "open", "dirty"],
 )
 def test_a_blind_gate_is_a_failure(repository, monkeypatch, readings, verdict, status, outcome):
-    """What is there and was not seen is tried again, each time in new processes, thrice in all.
+    """A selftest that misses the added work is repeated in new processes, three times in all.
 
-    Then a gate that was blind has failed, and one on too noisy a machine has proven nothing. A
-    revision that may be slower fails nobody, and is not tried again; the status says so.
+    Then a blind gate has failed, and a gate on a machine that is too noisy has proven nothing. A
+    revision that may be slower does not fail and is not tried again; the exit status says so.
     """
     log, left, selftest = [], iter(readings), verdict.startswith("+")
 
@@ -279,7 +279,7 @@ def test_a_blind_gate_is_a_failure(repository, monkeypatch, readings, verdict, s
     ],
 )
 def test_a_wrong_option_is_refused(tmp_path, revision, rounds, said):
-    """No revision, one without the package, and too few rounds are refused in a sentence."""
+    """A bad revision, one without the package, and too few rounds are refused by name."""
     git(tmp_path, "init", "--quiet")
     (tmp_path / "other").touch()
     commit(tmp_path)
@@ -289,7 +289,7 @@ def test_a_wrong_option_is_refused(tmp_path, revision, rounds, said):
 
 
 def test_the_gates_cases_are_its_own(repository):
-    """Without its options none of the gate's cases is collected, with them nothing else."""
+    """The gate's cases are collected only with its options, and then nothing else is."""
     plain = repository.runpytest_inprocess("benchmarks", "--collect-only", "-q")
     plain.stdout.no_fnmatch_line("*bench_gate*")
     plain.stdout.fnmatch_lines(["*bench_forward*"])
@@ -311,7 +311,7 @@ def processes(word):
 
 
 def wait_until(holds, seconds=60):
-    """Return whether something comes to hold in time."""
+    """Wait for a condition; return whether it holds in time."""
     end = time.monotonic() + seconds
     while not holds() and time.monotonic() < end:
         time.sleep(0.05)
@@ -319,7 +319,7 @@ def wait_until(holds, seconds=60):
 
 
 def test_an_interrupted_run_leaves_nothing(repository):
-    """When a run is terminated its processes end and its trees are gone."""
+    """A terminated run ends its processes and removes its working trees."""
     scratch = repository.path / "scratch"
     scratch.mkdir()
     command = [sys.executable, "-m", "pytest", "benchmarks", "--gate-against=HEAD", "-q"]
@@ -338,7 +338,7 @@ def test_an_interrupted_run_leaves_nothing(repository):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_worker_runs_its_own_revision(tmp_path, monkeypatch, own):
-    """One that finds another's package is refused; it ends when nobody can ask any more."""
+    """A worker that finds another revision's package is refused; a closed worker ends."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     if own:
         pair.working_tree(ROOT, tmp_path / "tree")
@@ -354,10 +354,10 @@ def test_a_worker_runs_its_own_revision(tmp_path, monkeypatch, own):
 
 
 def test_a_worker_that_hangs_tells_where(tmp_path, monkeypatch):
-    """A process that does not answer in time is ended, and its last words are where it was."""
+    """A process that does not answer in time is ended, and its last words say where it was."""
     (tmp_path / "flashattn").mkdir()
     (tmp_path / "flashattn" / "__init__.py").write_text("import time\ntime.sleep(600)\n")
-    for patience in (2, 10):  # on a host that is busy, PyTorch's import takes longer than two
+    for patience in (2, 10):  # on a busy host, importing PyTorch takes longer than two
         monkeypatch.setitem(pair.PATIENCE, "hello", patience)
         said = f"no answer to 'hello' in {patience} s; "
         with closing(pair.Arms({"ref": tmp_path}, CPU, 0)) as arms:
@@ -371,7 +371,7 @@ def test_a_worker_that_hangs_tells_where(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not pair._fixed(), reason="addresses cannot be fixed here")
 def test_arms_lie_alike_in_memory():
-    """Two processes of one seed put an object at one address: neither is faster by luck."""
+    """Two processes with one seed put an object at one address: neither is faster by luck."""
 
     def where(seed):
         python, settings = pair.laid_out(CPU, seed)
@@ -385,7 +385,7 @@ def test_arms_lie_alike_in_memory():
 
 @pytest.mark.parametrize("share", [0.05, 1.0])
 def test_work_is_added_in_proportion(share):
-    """What is slowed down takes longer by just the share, whatever a call and the clock cost."""
+    """Added work lengthens a call by exactly its share, whatever the call and the clock cost."""
     spent = itertools.count()
     now = lambda: next(spent) * 1e-6  # noqa: E731 - each look costs a microsecond
 
@@ -404,7 +404,7 @@ def test_work_is_added_in_proportion(share):
 
 
 def test_short_calls_are_timed_many_at_once(monkeypatch):
-    """Looking at the clock is little beside what it times, and seconds are those of one pass."""
+    """Short calls are timed in groups, so that the clock costs little; seconds are per call."""
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     timed = worker.Worker(CPU, timing)
     monkeypatch.setitem(worker.MAKERS, "AttentionCase", lambda *_: lambda: sum(range(1000)))
@@ -423,9 +423,9 @@ def test_keys_may_be_more_than_queries(seq_kv, keys):
 
 
 def test_arms_take_turns_by_lot():
-    """Every round has every arm once, on one core; orders and cores change from round to round.
+    """Every round runs each arm once, on one core; order and core change from round to round.
 
-    A sample is its least disturbed call.
+    A sample is the time of its fastest call.
     """
     log = []
 
@@ -449,7 +449,7 @@ def test_arms_take_turns_by_lot():
 
 
 def test_cases_have_names():
-    """Every device has 8 to 16 cases, each with a name of its own."""
+    """Every device has 8 to 16 cases with unique names."""
     for device, chosen in cases.CASES.items():
         assert 8 <= len(chosen) <= 16
         assert len({str(case) for case in chosen}) == len(chosen)

@@ -1,4 +1,4 @@
-"""Workers start where folders are run, share what is to be told, and end with what hangs."""
+"""Workers start for folders, merge what they report, and end tests that hang."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_of_one(impl):
 
 
 def test_workers(pytester, request, monkeypatch, capfd):
-    """Workers run a folder; sums, small failures and hanging tests are told; alone means alone."""
+    """Workers run a folder and report sums, small failures and hangs; alone means alone."""
     answer = [name for name in registry.names() if left_out.never(name) is None]
     asked = [impl for impl in map(registry.get, answer) if not impl.compiles]
     pytester.makeconftest((request.config.rootpath / "conftest.py").read_text() + SPANS)
@@ -109,9 +109,9 @@ def pytest_runtest_logreport(report):
 
 @pytest.mark.parametrize(("on_gpu", "worker"), [(False, False), (False, True), (True, True)])
 def test_workers_for_a_gpu_mix_tests(monkeypatch, on_gpu, worker):
-    """There neighbours do not follow one another; properties are first, what is alone is last.
+    """On a GPU workers mix neighbouring tests; properties are first, ``alone`` tests last.
 
-    On a CPU the last are the first, without workers all is as it was collected.
+    On a CPU workers reverse the order, and without workers it stays as collected.
     """
     monkeypatch.setattr(parallel, "ON_GPU", on_gpu)
 
@@ -150,7 +150,7 @@ def test_workers_for_a_gpu_mix_tests(monkeypatch, on_gpu, worker):
     ],
 )
 def test_where_workers_start(tmp_path, arguments, options, wanted):
-    """They start for folders of tests, unless few tests or one process are asked for."""
+    """Workers start for folders of tests, unless few tests or one process are asked for."""
     for folder in ("tests/mutants", "benchmarks"):
         (tmp_path / folder).mkdir(parents=True)
     option = SimpleNamespace(
@@ -174,7 +174,7 @@ def test_where_workers_start(tmp_path, arguments, options, wanted):
     [(2, (), 2), (64, (), 16), (16, (140,), 16), (16, (24,), 3), (16, (24, 24), 6), (4, (4,), 1)],
 )
 def test_how_many_workers(monkeypatch, cores, gigabytes, workers):
-    """There is one for each core, 16 at most, and 8 GiB of the GPUs' memory for each."""
+    """There is one worker per core, up to 16, with 8 GiB of the GPUs' memory for each."""
     monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gigabytes))
     gpus = [SimpleNamespace(total_memory=size << 30) for size in gigabytes]
@@ -183,7 +183,7 @@ def test_how_many_workers(monkeypatch, cores, gigabytes, workers):
 
 
 def test_a_broken_gpu_context_ends_its_worker(monkeypatch, capsys):
-    """Its test is named, and no later test fails for it."""
+    """A test that breaks the GPU's context is named, and its worker ends before the next test."""
 
     def synchronize():
         raise RuntimeError("an illegal memory access was encountered")
@@ -199,7 +199,7 @@ def test_a_broken_gpu_context_ends_its_worker(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("visible", "wanted"), [(None, "0101"), ("5,3,7", "5375")])
 def test_workers_share_the_gpus(monkeypatch, visible, wanted):
-    """Each sees one of the GPUs that this process sees, in turn."""
+    """Each worker sees one of the GPUs that this process sees, in turn."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

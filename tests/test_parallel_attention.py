@@ -1,4 +1,4 @@
-"""Context parallelism on four processes and gloo: what ranks share is the whole, in both passes."""
+"""Context parallelism on four gloo processes: the ranks' shares are the whole, in both passes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def gathered(mesh, problem, results, placement="zigzag"):
 
 
 def check_case(mesh, case):
-    """Hold what all ranks have together to the budgets of one call; ask twice for the same bits."""
+    """Check the gathered results against the budgets of one call, and two runs for equal bits."""
     sizes, how = CASES[case]
     problem = Problem(**SIZES | sizes)
     inputs, grads = make_inputs(problem), make_grads(problem)
@@ -119,7 +119,7 @@ def check_case(mesh, case):
 
 
 def check_rest(mesh):
-    """Compare sinks, values of another width, one head, scale, dtypes and autocast with a call."""
+    """Compare sinks, narrow values, no head dimension, masks and autocast with one plain call."""
     problem = Problem(**SIZES | {"seq_q": 37})
     q, k, v = make_inputs(problem)
     sink = torch.linspace(-1, 2, 4, requires_grad=True)
@@ -149,7 +149,7 @@ def check_rest(mesh):
 
 
 def check_refusals(mesh, both):
-    """Say in a sentence what does not fit, on every rank alike, before anything is exchanged."""
+    """Check that every rank refuses what does not fit, before anything is exchanged."""
     q = torch.randn(1, 3, 8, 16)
     refused = {
         "mesh: wanted one dimension": {"mesh": both},
@@ -170,7 +170,7 @@ def check_refusals(mesh, both):
 
 
 def check_tensor_parallel(both):
-    """Rows along one dimension of a mesh and heads along the other, as DTensors of both."""
+    """Check rows sharded along one mesh dimension and heads along the other, as DTensors."""
     problem = Problem(**SIZES | {"seq_q": 37})
     inputs, (grad, _) = make_inputs(problem), make_grads(problem)
     whole = [x.clone().requires_grad_() for x in inputs]
@@ -193,9 +193,9 @@ def check_tensor_parallel(both):
 
 
 def check_compiled(mesh):
-    """A compiled graph is whole, and gives the same bits, of tensors laid out as models do.
+    """Check that a full graph gives the same bits, for tensors laid out as in models.
 
-    Ranks take turns: those that have compiled meet others that have not.
+    Ranks alternate, so that compiled ranks meet others that are not compiled.
     """
     problem = Problem(**SIZES)
     inputs = [shard(x, mesh, dim=2).transpose(1, 2).contiguous() for x in make_inputs(problem)]
@@ -215,7 +215,7 @@ def check_compiled(mesh):
 
 
 def check_second_derivative(mesh):
-    """It is refused by a sentence."""
+    """Check that a second derivative is refused by name."""
     q = torch.randn(1, 2, 4, 16, requires_grad=True)
     (grad,) = torch.autograd.grad(
         shared(q, q, q, mesh=mesh, length=16).square().sum(), q, create_graph=True
@@ -225,7 +225,7 @@ def check_second_derivative(mesh):
 
 
 def check_training(mesh):
-    """A transformer whose tokens and parameters are shared learns as one that has them whole."""
+    """Check that a model with sharded tokens and parameters trains as an unsharded one."""
     config = Config(width=32, hidden=48, layers=2, heads=4, vocab=97, longest=32)
     facts = {"batch": 2, "precision": "fp32", "device": "cpu"}
     for context, checkpoint in ((32, False), (29, True)):
@@ -246,7 +246,7 @@ def check_training(mesh):
 
 
 def check_death(mesh):
-    """When a rank has died the others end with an error, well before they would time out."""
+    """Check that when a rank dies the others fail, well before they would time out."""
     barrier()
     if mesh.get_rank() == DIES:
         os._exit(STATUS)
@@ -266,7 +266,7 @@ def work(store, rank):
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "heads"))
     for case, (_, how) in CASES.items():
         if get(how.get("impl", "tiled")).why_not(Problem(), "cpu"):
-            continue  # the interpreter of an older Triton wants an older numpy
+            continue  # the interpreter of an older Triton needs an older numpy
         sys.stderr.write(f"{rank}: {case}\n")
         check_case(mesh, case)
     checks = (check_rest, check_compiled, check_second_derivative, check_training)
@@ -281,7 +281,7 @@ def work(store, rank):
 
 
 def test_ranks_share_the_whole(tmp_path):
-    """Four processes get what one gets, and end when one of them has died."""
+    """Four processes compute what one computes, and end when one of them dies."""
     root = Path(flashattn.__file__).parents[1]
     env = os.environ | {
         "PYTHONPATH": str(root),
@@ -310,7 +310,7 @@ def test_ranks_share_the_whole(tmp_path):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     patch_interpreter()
-    # What each process would do again: import the compiler, and what that imports; prepare kernels.
+    # Done once, before the fork: importing the compiler and its imports, and preparing kernels.
     for module in ("torch._inductor.compile_fx", "networkx"):
         import_module(module)
     if not get("triton").why_not(Problem(), "cpu"):

@@ -21,7 +21,7 @@ MASKS = [Mask(*x, corner) for x, corner in product(BOUNDS, ("top_left", "bottom_
 
 
 def owned(placement, length, rank):
-    """Return the places in the sequence of a rank's rows, in their order there."""
+    """Return the positions of a rank's rows in the sequence, in their order on the rank."""
     chunks = [x for x in placement.chunks(length) if x.rank == rank]
     return [i for x in chunks for i in range(x.start, x.stop)]
 
@@ -35,7 +35,7 @@ def tasks(kind, world):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_each_visible_pair_is_computed_once(kind, world):
-    """Own parts and parts of the buffer add up to the mask, whatever the lengths."""
+    """Local keys and buffered keys together cover each visible pair once, whatever the lengths."""
     for task in tasks(kind, world):
         counted = torch.zeros(task.seq_q, task.seq_kv, dtype=torch.int64)
         for rank in range(world):
@@ -58,7 +58,7 @@ def test_each_visible_pair_is_computed_once(kind, world):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_rows_see_once_what_their_mask_shows(kind, world):
-    """Of random monotone rows, own keys and the buffer show each rank its own, once."""
+    """For random monotone rows, local and buffered keys show each rank its visible pairs once."""
     random = torch.Generator().manual_seed(0)
     for task in tasks(kind, world)[::5]:
         ends = torch.randint(task.seq_kv + 1, (2, 2, task.seq_q), generator=random)
@@ -81,7 +81,7 @@ def test_rows_see_once_what_their_mask_shows(kind, world):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_buffers_have_what_is_seen_in_its_order(kind, world):
-    """A buffer has the keys that some row sees, ascending, and not those computed before."""
+    """A buffer has the keys that some row sees, ascending, without local keys used before."""
     for task in tasks(kind, world):
         band = task.mask.over(task.seq_q, task.seq_kv)
         for rank in range(world):
@@ -98,7 +98,7 @@ def test_buffers_have_what_is_seen_in_its_order(kind, world):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_what_leaves_arrives(kind, world):
-    """Ranks agree without a word on what each sends, and it arrives where it is looked for."""
+    """Ranks agree without communication on what each sends, and it arrives where it is expected."""
     for task in tasks(kind, world):
         plans = [plan(task, rank) for rank in range(world)]
         for rank, ours in enumerate(plans):
@@ -118,7 +118,7 @@ def test_what_leaves_arrives(kind, world):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_windows_send_their_halo_alone(kind):
-    """With a window on both sides a chunk needs no more keys of others than the window has."""
+    """With a window on both sides, a chunk needs from others at most the keys of the window."""
     for rank in range(4):
         ours = plan(Task(Mask(9, 0), 400, 400, Placement(kind, 4)), rank)
         assert not ours.gathers
@@ -128,7 +128,7 @@ def test_windows_send_their_halo_alone(kind):
 
 
 def test_zigzag_shares_causal_work_evenly():
-    """Each rank computes as many pairs as every other, which contiguous chunks do not."""
+    """Zigzag ranks compute equally many causal pairs, and contiguous ranks do not."""
     for kind, ratio in (("zigzag", 1.0), ("contiguous", 7 / 1)):
         pairs = []
         for rank in range(4):

@@ -1,4 +1,4 @@
-"""The interpreter is exact and strict, and replaces what it did before in less time."""
+"""The patched interpreter is exact and strict, and patches what Triton patches in less time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ interning = pytest.mark.why_not.with_args(
 
 
 def replaced(patch, owner):
-    """Return what ``patch`` replaces of an owner, which is then as it was before."""
+    """Return the names that ``patch`` replaces in an owner, after restoring them."""
     scope = interpreter._LangPatchScope()
     patch(owner, interpreter.interpreter_builder, scope)
     names = [name for _, name, _ in scope._changes]
@@ -30,7 +30,7 @@ def replaced(patch, owner):
 
 @pytest.mark.parametrize("owner", [tl, tl.tensor, tl.math, tl.core], ids=str)
 def test_all_builtins_are_replaced_once(owner):
-    """Of a module or a class it is every builtin, each time anew, but none that is replaced."""
+    """Every builtin of a module or class is replaced once, and again after it is restored."""
     wanted = [name for name, x in inspect.getmembers(owner) if tl.core.is_builtin(x)]
     assert replaced(patching._patch, owner) == replaced(patching._patch, owner) == wanted != []
     scope = interpreter._LangPatchScope()
@@ -40,13 +40,13 @@ def test_all_builtins_are_replaced_once(owner):
 
 
 def of_a_module(**known):
-    """Return a function of a module that knows some others."""
+    """Return a function whose globals are these modules."""
     return type(replaced)(replaced.__code__, known)
 
 
 @pytest.mark.parametrize("known", [{"tl": tl}, {"core": tl.core}, {"tl": tl, "core": tl.core}])
 def test_what_a_kernel_calls_replaces_what_is_left(known, monkeypatch):
-    """A kernel replaces what Triton does; what it calls that knows no more replaces nothing."""
+    """A kernel patches what Triton does; a callee that knows no more modules patches nothing."""
     monkeypatch.setattr(tl.core, "range", patching._PLAIN[tl.core])  # left replaced by callees
     kernel, callee = of_a_module(tl=tl), of_a_module(**known)
     for _ in range(2):
@@ -66,7 +66,7 @@ def test_what_a_kernel_calls_replaces_what_is_left(known, monkeypatch):
 
 @pytest.mark.interpreter
 def test_tests_do_so():
-    """Kernels under test are interpreted so."""
+    """Tests run kernels in the patched interpreter."""
     assert interpreter._patch_builtin is patching._patch
     assert interpreter._patch_lang is patching._patch_once
     assert interpreter.InterpreterBuilder.cast_impl is patching._cast_exactly
@@ -89,7 +89,7 @@ def combine(x, y, out, HOW: tl.constexpr, SIZE: tl.constexpr):  # noqa: N803 - a
 LARGEST = 2**31 - 1
 
 
-@pytest.mark.interpreter  # a GPU's integers overflow without a word
+@pytest.mark.interpreter  # a GPU's integers overflow silently
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("how", "a", "b", "fits"),
@@ -103,7 +103,7 @@ LARGEST = 2**31 - 1
     ],
 )
 def test_what_does_not_fit_is_refused(how, a, b, fits, size):
-    """An integer that 32 bits do not hold is an error, where Triton goes on; in 64 bits it fits."""
+    """An int32 overflow is an error, where Triton's interpreter goes on; in int64 it fits."""
     x, y = (torch.tensor([0] * (size - 1) + [number]) for number in (a, b))
     wide, narrow = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.int32)
     combine[(1,)](x, y, wide, how, size)
@@ -126,7 +126,7 @@ def convert(x, out, SIZE: tl.constexpr):  # noqa: N803 - as in kernels
 
 @pytest.mark.parametrize("dtypes", list(permutations([torch.float32, torch.bfloat16])), ids=str)
 def test_conversions_are_pytorchs(device, dtypes):
-    """Every bf16, and as many fp32 near and between them, become what PyTorch makes of them."""
+    """Every bf16, and fp32 numbers near and between them, convert as PyTorch converts them."""
     high = torch.arange(2**16, dtype=torch.int32, device=device) << 16
     for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         x = (high + low).view(torch.float32).to(dtypes[0])
@@ -140,13 +140,13 @@ DTYPES = (tl.int1, tl.uint8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.flo
 
 
 def of_dtype(dtype, *sizes):
-    """Return a tensor of the interpreter: a scalar one, or ones of some shape."""
+    """Return a tensor of the interpreter: a scalar 1, or ones of some shape."""
     one = SEMANTIC.scalar_constant(1, dtype)
     return SEMANTIC.splat(one, list(sizes)) if sizes else one
 
 
 def alike(a, b):
-    """Return whether two tensors are the same, in their types and in their numbers."""
+    """Return whether two tensors have equal types and numbers."""
     same = a.type == b.type and (a.handle.data.shape, a.dtype) == (b.handle.data.shape, b.dtype)
     return same and np.array_equal(a.handle.data, b.handle.data, equal_nan=a.dtype.is_floating())
 
@@ -156,7 +156,7 @@ def alike(a, b):
 @pytest.mark.parametrize("second", [*DTYPES, 3, 3.5, 2**40], ids=str)
 @pytest.mark.parametrize("first", DTYPES, ids=str)
 def test_operands_become_what_triton_makes_of_them(first, second):
-    """By the types that were found before, numbers and every broadcast among them."""
+    """Cached operand types give Triton's operands, with Python numbers and with each broadcast."""
     shapes = ((), (4,), (1, 4), (2, 1), (2, 4))
     for one, two in product(shapes, shapes if isinstance(second, tl.dtype) else [None]):
         a = of_dtype(first, *one)
@@ -173,7 +173,7 @@ def test_operands_become_what_triton_makes_of_them(first, second):
 
 
 def drawn(dtype, *sizes):
-    """Return a tensor of small numbers, of which few are 0; pointers are numbers, too."""
+    """Return a tensor of small random numbers, few of them 0; pointers are numbers, too."""
     numbers = np.random.default_rng(len(sizes)).integers(-9, 9, sizes or 1)
     data = numbers.astype(interpreter._get_np_dtype(dtype))
     handle = interpreter.TensorHandle(data, dtype)
@@ -197,7 +197,7 @@ NUMBERS = (3, -3, 0, True, 3.5, 0.0, float("inf"), float("nan"), 1e-40, 2**40, t
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", operators.NAMES)
 def test_operators_are_tritons(name):
-    """The short way to a result is the long one, for each pair of types and kind of shapes."""
+    """Fast operators give Triton's results, for each pair of types and kind of shapes."""
     method, block = getattr(tl.tensor, name), (2, 4)
     shapes = ((), ()), ((), block), (block, ()), ((2, 1), (1, 4)), ((4,), block), (block, block)
 
@@ -218,7 +218,7 @@ def test_operators_are_tritons(name):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("sizes", [(), (4,), (2, 4)])
 def test_indices_are_tritons(sizes):
-    """So are indices that insert dimensions, and those that are refused."""
+    """Fast indexing gives Triton's results, with new dimensions and for indices that it refuses."""
 
     def triton_does(x, at):
         return tl.tensor.__getitem__(x, at, _semantic=SEMANTIC)
@@ -237,7 +237,7 @@ def test_indices_are_tritons(sizes):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("pair", list(product(DTYPES, repeat=2)), ids=str)
 def test_casts_are_tritons(pair):
-    """The short way to another dtype is the long one, of numbers and of bits."""
+    """Fast casts give Triton's results, of numbers and of bits."""
 
     def triton_does(*given):
         return tl.cast(*given, _semantic=SEMANTIC)
@@ -256,7 +256,7 @@ def test_casts_are_tritons(pair):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [tl.float16, tl.float32])
 def test_products_are_tritons(dtype):
-    """So are products of tiles, which are added to others."""
+    """Fast products of tiles with an accumulator give Triton's results."""
 
     def triton_does(*given):
         return tl.dot(*given, _semantic=SEMANTIC)
@@ -271,7 +271,7 @@ def test_products_are_tritons(dtype):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("start", [-3, 0, 2**31 - 8])
 def test_pointers_of_descriptors_are_tritons(start):
-    """So is what a tile of a descriptor reaches, at its tensor's edges and beyond 32 bits."""
+    """Fast pointers of descriptors are Triton's, at a tensor's edges and beyond 32 bits."""
 
     def handle(x, dtype=tl.int64):
         return interpreter.TensorHandle(np.array([x], interpreter._get_np_dtype(dtype)), dtype)
@@ -290,7 +290,7 @@ def test_pointers_of_descriptors_are_tritons(start):
 @interning
 @pytest.mark.interpreter
 def test_types_are_made_once():
-    """So that they can be compared by what they are, however they are asked for."""
+    """Equal types are one object, however they are made, so that identity compares them."""
     assert tl.dtype("fp32") is tl.float32
     pointer = tl.pointer_type(tl.float32)
     assert pointer is tl.pointer_type(tl.float32) != tl.pointer_type(tl.float32, const=True)

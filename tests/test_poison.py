@@ -1,4 +1,4 @@
-"""Poison: reads outside, writes outside and outputs left unwritten are seen."""
+"""Poison reveals reads and writes out of bounds and outputs left unwritten."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROBLEM = Problem(batch=2, heads=2, seq_q=5, head_dim=6)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_surrounded(layout, dtype):
-    """What is surrounded has the same values in the same strides, and NaN on both sides."""
+    """A surrounded tensor has the same values and strides, and NaN on both sides."""
     for x in make_inputs(replace(PROBLEM, dtype=dtype), layout=layout):
         y = surrounded(x)
         assert torch.equal(x, y)
@@ -32,7 +32,7 @@ def test_surrounded(layout, dtype):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_only_move(layout):
-    """A layout changes no value, but for the two that share one head or batch, and keeps gaps."""
+    """A layout changes no value, except for the two that share one head or batch."""
     for x, y in zip(make_inputs(PROBLEM), make_inputs(PROBLEM, layout=layout), strict=True):
         shared = {"expanded": x[:, :1], "expanded_batch": x[:1]}.get(layout, x)
         assert torch.equal(shared.expand_as(x), y)
@@ -41,21 +41,21 @@ def test_layouts_only_move(layout):
 
 
 def lost_row(q, k, v):
-    """Copy q into a new output, but for its last row."""
+    """Copy q into a new output, except for its last row."""
     o = torch.empty_like(q)
     o[:, :, :-1] = q[:, :, :-1]
     return o + 0 * (k.sum() + v.sum())
 
 
 def read_outside(q, k, v):
-    """Add up q and the element behind it."""
+    """Add q and the element after it, times 0."""
     behind = q.as_strided((1,), (1,), q.storage_offset() + q.numel())
     return q + 0 * (behind + k.sum() + v.sum())
 
 
 @pytest.mark.parametrize("wrong", [lost_row, read_outside])
 def test_poison_reaches_the_output(wrong):
-    """A row never written and an element read outside are NaN in the output."""
+    """A row that is never written and an element read out of bounds make the output NaN."""
     with guard(*make_inputs(PROBLEM)) as inputs:
         assert wrong(*inputs).isnan().any()
 
@@ -63,7 +63,7 @@ def test_poison_reaches_the_output(wrong):
 @pytest.mark.parametrize("place", [-1, -MARGIN, 0])
 @pytest.mark.parametrize("layout", ["contiguous", "packed"])
 def test_writes_to_inputs_are_seen(layout, place):
-    """A write in front of an input, even of NaN, and one to it fail."""
+    """A write to an input or in front of it fails, even a write of NaN."""
     with (
         pytest.raises(AssertionError, match="input 1, or the memory around it"),
         guard(*make_inputs(PROBLEM, layout=layout)) as (_, k, _),
@@ -74,7 +74,7 @@ def test_writes_to_inputs_are_seen(layout, place):
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("make", ["empty", "empty_like"])
 def test_writes_around_outputs_are_seen(make, behind):
-    """A write before the first or behind the last element of an output fails."""
+    """A write before the first or after the last element of an output fails."""
     q, k, v = make_inputs(PROBLEM)
 
     def call():
@@ -87,7 +87,7 @@ def test_writes_around_outputs_are_seen(make, behind):
 
 
 def test_new_memory_of_pytorch_is_poisoned():
-    """Memory that PyTorch's own functions take is NaN, too, on a CPU; and only inside."""
+    """On a CPU memory from PyTorch's own functions is NaN as well, but only under the guard."""
     q, k, v = make_inputs(PROBLEM)
     with guard(q, k, v):
         assert q.new_empty(9).isnan().all()
@@ -97,7 +97,7 @@ def test_new_memory_of_pytorch_is_poisoned():
 
 
 def test_accuracy_is_judged_among_poison():
-    """An implementation that is right, but writes to its input, fails; unguarded it passes."""
+    """An implementation that is right, but writes to its input, fails."""
 
     def call(q, k, v):
         q.detach()[0, 0, 0, 0] += 0.0

@@ -1,4 +1,4 @@
-"""Sums in fewer bits, to the last digit; dtypes under autocast; LayerNorm by hand."""
+"""Low-precision sums to the last digit, dtypes under autocast, and LayerNorm by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_sums(count, value, accumulator, addend, cast, result):
 
 
 def test_two_dtypes_must_be_cast():
-    """Two dtypes without a word on who casts, and an unknown cast, are errors that say so."""
+    """Two dtypes without a choice of who casts, and an unknown cast, are refused by name."""
     for addend, cast in ((torch.float16, "none"), (torch.float32, "perhaps")):
         with pytest.raises(ValueError, match="cast: wanted implicit or explicit"):
             partial_sums(0.1, 1, accumulator=torch.float32, addend=addend, cast=cast)
@@ -43,7 +43,7 @@ def test_two_dtypes_must_be_cast():
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_autocast(device, dtype):
-    """Parameters, gradients and loss stay fp32, products are cast, on CUDA the norm is not."""
+    """Parameters and gradients stay fp32, products are cast; on CUDA loss and norm stay fp32."""
     name = str(dtype).removeprefix("torch.")
     found = autocast_dtypes(dtype, device)
     wide = {part for part, got in found.items() if got == "float32"}
@@ -55,7 +55,7 @@ def test_autocast(device, dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_layernorm_as_such_is_right(dtype):
-    """At a scale of one, each number is what fp64 has but for the dtype's own roundings."""
+    """At scale 1 each quantity is that of fp64, except for the dtype's own roundings."""
     exact, got = layernorm(dtype, 1.0)
     assert tuple(exact) == tuple(got) == QUANTITIES
     for name in QUANTITIES:
@@ -64,7 +64,7 @@ def test_layernorm_as_such_is_right(dtype):
 
 
 def test_fp16_overflows_and_underflows_and_bf16_does_not():
-    """At a scale of 300 the sum is too large for fp16; at 1 / 10 000 the variance is too small."""
+    """In fp16 the sum overflows at scale 300, and the variance underflows at 1 / 10 000."""
     _, got = layernorm(torch.float16, 300.0)
     assert got["mean"] == got["largest square"] == got["variance"] == math.inf
     assert math.isnan(got["largest output"])

@@ -1,4 +1,4 @@
-"""Problem: what is asked, checked, with its exact costs."""
+"""Problems: their checks, their names and their exact costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashattn.testing.strategies import problems
 @hypothesis.example(problem=Problem(seq_q=9, seq_kv=7, prefix=3))
 @hypothesis.given(problem=problems(longest=40, prefixed=(False, True)))
 def test_pairs_and_rows(problem):
-    """Pairs are those that the mask lets through in every head; rows are those of one head."""
+    """Pairs are the visible pairs of all heads; fully masked rows are those of one head."""
     t, s = torch.arange(problem.seq_q)[:, None], torch.arange(problem.seq_kv)[None, :]
     seen = problem.band.sees(t, s).expand(problem.seq_q, problem.seq_kv)
     if problem.prefix is not None:
@@ -29,7 +29,7 @@ def test_pairs_and_rows(problem):
 
 
 def test_costs():
-    """Flops and bytes of one head of 2 x 3 x 4 fp32, counted by hand."""
+    """The flops and bytes of one head of 2 x 3 x 4 fp32 are those counted by hand."""
     problem = Problem(seq_q=2, seq_kv=3, head_dim=4)
     assert problem.flops() == 2 * 2 * (2 * 3) * 4
     assert problem.flops("backward") == 2.5 * problem.flops()
@@ -45,13 +45,13 @@ def test_costs():
 
 
 def test_values_as_wide_as_keys_are_not_narrow():
-    """They make the problem that says nothing of them."""
+    """A ``value_dim`` equal to ``head_dim`` gives the same problem as none."""
     assert Problem(head_dim=64, value_dim=64) == Problem(head_dim=64)
     assert str(Problem(head_dim=64, value_dim=8)) == "fp32-b1h1-q128-d64v8-full"
 
 
 def test_masks_have_one_form():
-    """However a mask is asked for, equal masks make equal problems of one name."""
+    """Equal masks make equal problems with one name, however the masks are given."""
     window = Problem(causal=True, window=(3, None))
     assert window == Problem(window=(3, 0)) == Problem(causal="top_left", window=[3, 9])
     assert str(window) == "fp32-b1h1-q128-d64-window3+0"
@@ -63,12 +63,12 @@ def test_masks_have_one_form():
 
 @hypothesis.given(problem=problems())
 def test_problem_of_its_own_inputs(problem):
-    """The problem that made the inputs is the one they pose."""
+    """The problem of some inputs is the one that made them."""
     assert Problem.of(*make_inputs(problem), **problem.keywords) == problem
 
 
 def test_names_are_unique():
-    """Problems that differ have names that differ."""
+    """Different problems have different names."""
     base = Problem(batch=2, heads=4, kv_heads=2, seq_q=5, seq_kv=7, head_dim=8, causal=True)
     others = {"batch": 3, "heads": 6, "kv_heads": 1, "seq_q": 6, "seq_kv": 8, "head_dim": 9}
     others |= {"causal": "bottom_right", "window": (3, None), "softcap": 50, "dtype": "float16"}
@@ -98,7 +98,7 @@ def test_names_are_unique():
     ],
 )
 def test_impossible_problems(wrong, words):
-    """A problem that cannot be is refused by name."""
+    """An impossible problem is refused by name."""
     with pytest.raises(ValueError, match=words):
         Problem(**wrong)
 
@@ -119,12 +119,12 @@ def test_default_scale():
     problem=problems(dtypes=tuple(DTYPES), prefixed=(False, False, True), narrowed=(False, True))
 )
 def test_names_are_read_back(problem):
-    """The name of a problem says all of it."""
+    """Parsing the name of a problem gives the same problem."""
     assert Problem.parse(str(problem)) == problem
 
 
 def test_documents_of_one_length_are_counted():
-    """A name says them once, and is read back."""
+    """A name counts successive documents of one length, and parses back."""
     documents = ((40, 40), (30, 20), (64, 64), (64, 64), (64, 64), (1, 0))
     problem = Problem(seq_q=300, documents=documents)
     assert str(problem).endswith("-docs40+30x20+3of64+1x0")
@@ -136,6 +136,6 @@ def test_documents_of_one_length_are_counted():
     ["", "fp32", "fp8-b1h1-q1-d1-full", "fp32-b1h1-q1-d1-sliding", "fp32-b1h1-q1-d1-full-cap0"],
 )
 def test_names_of_no_problem(name):
-    """What is no problem's name is refused, with an example of one."""
+    """An invalid name is refused, with an example of a valid one."""
     with pytest.raises(ValueError, match=r"problem: wanted a name like .*, got"):
         Problem.parse(name)

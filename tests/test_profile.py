@@ -1,4 +1,4 @@
-"""Kernels by name, category and phase: names as the profilers write them, and a CPU's own."""
+"""Kernels by name, category and phase, with names as the profilers write them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAMBDA = "(at::TensorIteratorBase&)::{lambda()#1}::operator()() const::{lambda(f
 VECTORIZED, REDUCE = f"{NATIVE}vectorized_elementwise_kernel<4, ", f"{NATIVE}reduce_kernel<512, 1, "
 MULTI_TENSOR = f"{NATIVE}{ANONYMOUS}multi_tensor_apply_kernel<at::native::{ANONYMOUS}"
 ADD = f"{VECTORIZED}at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)"
-# Kernels as the profilers name them, by category, with their short names where these differ.
+# Kernel names as the profilers write them, by category.
 CATEGORIES = {
     "ours": ["flashattn_fwd", "flashattn_bwd_dkdv", "flashattn_fwd_0", "flashattn::forward"],
     "attention": [
@@ -32,7 +32,7 @@ CATEGORIES = {
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_k0",
         "void cudnn::fusion::convert_dq_to_16bits<true, __nv_bfloat16, 128>(...)",
         "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 128>(...)",
-        "triton_tem_fused_flex_attention_0",  # a template, which is matrix products elsewhere
+        "triton_tem_fused_flex_attention_0",  # a template; other templates are matrix products
         "aten::_scaled_dot_product_flash_attention_for_cpu",
     ],
     "matmul": [
@@ -89,7 +89,7 @@ CATEGORIES = {
         f"{NATIVE}{ANONYMOUS}embedding_backward_feature_kernel<float>(...)",
         f"{NATIVE}{ANONYMOUS}krn_partials_per_segment<long>(...)",
         f"{NATIVE}{ANONYMOUS}compute_grad_weight<float, long>(...)",
-        "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>(...)",  # of its tokens
+        "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>(...)",  # sorts tokens
         *["aten::embedding_dense_backward", "aten::gather", "aten::scatter_", "aten::index"],
     ],
     "optimizer": [
@@ -108,12 +108,12 @@ ADAM = CATEGORIES["optimizer"][0]
     ids=lambda text: short(text)[:60],
 )
 def test_category_of_a_kernel(kernel, expected):
-    """Every kernel that the studies meet is of the category a reader would put it in."""
+    """Every kernel that the studies meet has the category that a reader would expect."""
     assert category(kernel) == expected
 
 
 def test_every_category_rule_is_needed():
-    """Without any one rule some kernel above would be put elsewhere."""
+    """Without any one rule some kernel above would have another category."""
     names = [name for names in CATEGORIES.values() for name in names]
     whole = [category(name) for name in names]
     for rule in module.CATEGORIES:
@@ -146,17 +146,17 @@ SHORT = {
 
 @pytest.mark.parametrize(("kernel", "expected"), SHORT.items(), ids=SHORT.values())
 def test_short_name_says_what_a_kernel_does(kernel, expected):
-    """A short name has the template and what it computes, and is its own short name."""
+    """A short name has the template and what it computes, and does not get any shorter."""
     assert short(kernel) == short(expected) == expected
 
 
 def event(name, start, end, *, device=DeviceType.CUDA, annotation=False):
-    """Return an event as torch's profiler hands it on; times in microseconds."""
+    """Return an event of torch's profiler; times are in microseconds."""
     return FunctionEvent(0, name, 1, start, end, device_type=device, is_user_annotation=annotation)
 
 
 def on_host(name, start, end):
-    """Return an annotation of the host's."""
+    """Return an annotation on the host."""
     return event(name, start, end, device=DeviceType.CPU, annotation=True)
 
 
@@ -167,7 +167,7 @@ EVENTS = [
     event("nvjet_tst_1", 10, 40),
     event(ADD, 40, 50),
     on_host("backward", 100, 300),
-    event("backward", 90, 170, annotation=True),  # when it began is the host's to say
+    event("backward", 90, 170, annotation=True),  # the host decides when it began
     event("nvjet_tst_1", 110, 160),
     event(ADD.replace("float", "c10::BFloat16"), 160, 170),
     on_host("scores", 120, 170),
@@ -178,7 +178,7 @@ EVENTS = [
 
 
 def test_summary_sums_kernels_longest_first():
-    """Launches of a kernel are one entry, and neither annotations nor the host's work are any."""
+    """All launches of a kernel are one entry; annotations and host work are none."""
     result = summary(EVENTS, where=DeviceType.CUDA)
     assert [(k.name, k.category, k.calls) for k in result.kernels] == [
         ("nvjet_tst_1", "matmul", 2),
@@ -192,9 +192,9 @@ def test_summary_sums_kernels_longest_first():
 
 
 def test_summary_is_of_one_call():
-    """Two calls are halved: times, counts and phases; a count that does not divide says so.
+    """Times, counts and phases are per call, even if a count does not divide.
 
-    No call is refused.
+    Zero calls are refused.
     """
     with pytest.raises(ValueError, match="calls: wanted at least 1, got 0"):
         profile(lambda: None, CPU, calls=0)
@@ -209,8 +209,8 @@ def test_summary_is_of_one_call():
 
 
 def test_phases_hold_the_kernels_that_run_in_them():
-    """A kernel is of each phase around it, and one that reaches over an edge of its larger part."""
-    late = event("late", 95, 103)  # by the clocks' disagreement
+    """A kernel counts in each phase around it; across an edge, in the phase of its larger part."""
+    late = event("late", 95, 103)  # since the clocks disagree
     names = ["forward", "backward", "scores", "nothing"]
     result = summary([*EVENTS, late], where=DeviceType.CUDA, phases=names)
     seconds = [1e6 * each for each in result.phases.values()]
@@ -220,7 +220,7 @@ def test_phases_hold_the_kernels_that_run_in_them():
 
 @pytest.mark.alone
 def test_profile_on_a_cpu_is_of_operators():
-    """On a CPU a product's profile is its operators, per call, and their phases."""
+    """On a CPU the profile of a call is its operators and their phases, per call."""
     a = torch.randn(256, 256)
 
     def call():
@@ -244,9 +244,9 @@ def test_profile_on_a_cpu_is_of_operators():
 
 
 def test_phases_are_heard_and_carry_nvtx_ranges(monkeypatch):
-    """A listener hears both ends of phases inside its block only, and so does NVTX with a GPU.
+    """A listener hears both ends of phases, only inside its block; with a GPU so does NVTX.
 
-    They are closed on an error, too, and a name may have braces.
+    Phases are closed on an error, too, and a name may have braces.
     """
     heard, ranges = [], []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -269,7 +269,7 @@ def test_phases_are_heard_and_carry_nvtx_ranges(monkeypatch):
 
 
 def test_profile_waits_at_the_ends_of_phases(monkeypatch):
-    """On a GPU the device is awaited before a phase begins and before it ends, and at the end."""
+    """On a GPU the device is synchronized around the call, and before a phase begins and ends."""
     log = []
 
     @contextmanager

@@ -16,7 +16,7 @@ FP64 = ("float64",)
 
 
 def by_hand(q, k, v, band, scale):
-    """Attention of one head in scalars, as on paper."""
+    """Compute attention of one head in scalars, as on paper."""
     rows, lses = [], []
     for t, query in enumerate(q.tolist()):
         keys = [s for s in range(len(k)) if band.sees(t, s)]
@@ -55,7 +55,7 @@ def test_definition(problem, scale):
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(problem=problems(longest=4, dtypes=FP64))
 def test_gradients(problem):
-    """Its gradients, and theirs, are those of finite differences."""
+    """First and second derivatives are those of finite differences."""
     hypothesis.assume(problem.batch * problem.head_dim * problem.heads <= 12)
     inputs = [x.requires_grad_() for x in make_inputs(problem)]
     t = torch.arange(problem.seq_q)

@@ -1,4 +1,4 @@
-"""The registry: implementations by name, plugins, and sentences for what they cannot do."""
+"""The registry: implementations by name, plugins, and reasons for what they cannot do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _forget(monkeypatch):
 
 
 def test_everyone_is_registered():
-    """Ours come first, then the peers."""
+    """Our implementations come first, then the peers."""
     names = registry.names()
     assert names[:4] == ("triton", "hopper", "tiled", "reference")
     assert {"naive", "compiled"} < set(names)
@@ -29,7 +29,7 @@ def test_everyone_is_registered():
 
 @pytest.mark.parametrize("name", ["triton", "auto"])
 def test_a_name_is_taken_once(name):
-    """A second implementation of one name is refused; auto is no one's."""
+    """A second implementation of one name is refused, and so is any implementation named auto."""
     with pytest.raises(ValueError, match="name: wanted one that is not taken"):
         registry.register(name)(lambda q, k, v, *, causal, scale: q)
 
@@ -47,14 +47,14 @@ def test_a_name_is_taken_once(name):
     ],
 )
 def test_misuse(use, words):
-    """A decorator without parentheses, what cannot be called and unknown claims are sentences."""
+    """A decorator without parentheses, a non-callable and an unknown claim are refused by name."""
     with pytest.raises(TypeError, match=words):
         use()
     assert "fresh" not in registry.names()
 
 
 def test_options():
-    """What a callable takes beside q, k, v, causal and scale is read from its signature."""
+    """Options besides q, k, v, causal and scale are read from a callable's signature."""
     for call, options in (
         (lambda q, k, v, *, causal, scale: q, set()),
         (lambda q, k, v, causal, scale, window=0, band=1: q, {"band"}),
@@ -67,7 +67,7 @@ def test_options():
 
 
 def test_sentences():
-    """Limits are asked in order: gradients, logsumexp, then the implementation's own."""
+    """Limits are checked in order: gradients, logsumexp, then the implementation's own."""
     registry.register("poor", grad=False, why_not=lambda problem, device: f"poor has no {device}")(
         print
     )
@@ -78,7 +78,7 @@ def test_sentences():
 
 
 def test_what_is_not_differentiated():
-    """What an implementation solves and cannot differentiate is a sentence of its own."""
+    """An implementation can give a reason why a problem that it solves has no gradient."""
     said = {"why_no_grad": lambda problem, device: f"half has no gradient on {device}"}
     registry.register("half", **said)(print)
     half = registry.get("half")
@@ -87,7 +87,7 @@ def test_what_is_not_differentiated():
 
 
 def test_peers_say_why_not():
-    """Every peer has a sentence, with its name in it, for a problem that nobody but ours takes."""
+    """Every peer gives a reason, with its name in it, for a problem that only ours take."""
     dead = Problem(seq_q=9, seq_kv=0, head_dim=7, dtype="float64")
     for name in registry.names():
         reason = registry.get(name).why_not(dead, "cpu")
@@ -115,7 +115,7 @@ def test_lengths_that_torch_takes(name, device, sizes, words):
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Return what installs a package of one module that announces itself as implementations."""
+    """Return a function that installs a package of one module, with entry points."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_broken", {})
 
@@ -151,7 +151,7 @@ def kernel(q, k, v, *, causal, scale):
     ],
 )
 def test_an_installed_package_announces_itself(install, source, announced, name):
-    """A module registers what it decorates; a function that is not has the entry point's name."""
+    """A module registers what it decorates; a plain function gets the entry point's name."""
     before = registry.names()
     install("acme", source, **announced)
     assert registry.names() == (*before, name)
@@ -168,7 +168,7 @@ def test_an_installed_package_announces_itself(install, source, announced, name)
     ],
 )
 def test_a_broken_package_breaks_only_itself(install, source, words):
-    """A package that cannot be loaded is an error for who asks for it by name, for no other."""
+    """A package that cannot be loaded is an error only when it is asked for by name."""
     before = registry.names()
     install("acme", source, acme="acme")
     assert registry.names() == before

@@ -1,6 +1,6 @@
 """The same inputs give the same bits: o, lse and every gradient, whatever else the GPU does.
 
-Processes that share a GPU take turns of a few milliseconds, so a kernel that takes as long is
+Processes share a GPU in time slices of a few milliseconds, so a kernel that takes as long is
 interrupted, and its registers and shared memory are saved and restored.
 """
 
@@ -22,7 +22,7 @@ RUNS = {"cuda": 50, "cpu": 2}
 
 
 def disturb(device, stream):
-    """Keep some multiprocessors busy, so that programs start in another order every time."""
+    """Keep some SMs busy, so that programs start in another order every time."""
     if stream is None:
         return
     with torch.cuda.stream(stream):
@@ -111,14 +111,14 @@ LONG = (("triton", "bfloat16"), ("hopper", "bfloat16"), ("hopper", "float32"))
 @pytest.mark.why_not.with_args(why_never)
 @pytest.mark.parametrize(("name", "dtype"), LONG)
 def test_long_rows_are_alike(device, name, dtype):
-    """Two runs of 1 to 20 ms differ in no bit; what is interrupted below is compiled here."""
+    """Two runs of 1 to 20 ms differ in no bit; this compiles what is interrupted below."""
     for problem, call, case in long_rows(device, name, dtype):
         one, other = run(call, case), run(call, case)
         assert all(torch.equal(x, other[output]) for output, x in one.items()), problem
 
 
 @pytest.mark.gpu
-@pytest.mark.alone  # with more processes than two a turn is rare
+@pytest.mark.alone  # with more than two processes a time slice is rare
 def test_another_process_takes_turns(device, another_process):
     """Thirty interrupted runs of 1 to 20 ms differ in no bit, and no output is NaN."""
     wrong = []

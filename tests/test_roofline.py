@@ -1,4 +1,4 @@
-"""The roofs: what is multiplied and copied, and how it is counted."""
+"""Roofs: which products and copies are measured, and how they are counted."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_roofs_are_work_over_time(matmul, monkeypatch):
     monkeypatch.setattr(roofline, "clock_of", lambda _: SimpleNamespace(samples=samples))
     roofs = measure_roofs(torch.device("cpu"))
     assert roofs == {"bfloat16": 64**3, "tf32": 64**3, "float32": 64**3, "copy": 4096}
-    assert modes[::2] == modes[1::2]  # warm and timed
-    assert modes[::2] == ["ieee", "tf32", "ieee", "tf32"]  # of the copy the one of before
+    assert modes[::2] == modes[1::2]  # warm-up and timing
+    assert modes[::2] == ["ieee", "tf32", "ieee", "tf32"]  # the copy keeps the earlier mode
     assert matmul.fp32_precision == "tf32"
     assert [x.float() for x in spreads] == pytest.approx([1.0] * len(spreads), rel=0.1)
     assert len(spreads) >= 2 * len(SMALL.kinds)

@@ -1,4 +1,4 @@
-"""Sanitizers: what they print is read right, silence is not taken for clean, and it can be run."""
+"""Sanitizers: their output is read right, silence is not taken for clean, and the command runs."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ UNPRINTED = "========= ERROR SUMMARY: 157 errors were not printed. Use --print-l
     ],
 )  # fmt: skip
 def test_what_is_printed_is_judged(tool, output, status, verdict, said):
-    """A tool is clean after all cases and a summary; equal findings are one, with kernel and case.
+    """A tool is clean after all cases and a summary; equal findings merge, with kernel and case.
 
-    A tool that ends early, or is silent, failed; a finding is one whatever else happened. A summary
-    of what was not printed is none.
+    A tool that ends early or prints nothing has failed; a finding counts whatever else happened. A
+    summary of errors that were not printed is no summary.
     """
     answer, told = judge(tool, NAMES, output, status)
     assert answer == verdict
@@ -98,7 +98,7 @@ def test_what_is_printed_is_judged(tool, output, status, verdict, said):
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """Return what makes a compute-sanitizer that says something, on a GPU that is none."""
+    """Return a function that installs a fake compute-sanitizer, on a pretended GPU."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.chdir(tmp_path)
@@ -124,7 +124,7 @@ def fake(tmp_path, monkeypatch):
     ],
 )
 def test_exit_statuses(fake, capsys, text, exits, status, told):
-    """A finding of ours is 1, others' alone are 0, and no answer is UNPROVEN; all are told."""
+    """A finding of ours exits with 1, others' alone with 0, no answer is UNPROVEN; all print."""
     asked = fake(text, exits)
     assert command.main(["--tool", "memcheck", "--tool", "initcheck"]) == status
     lines = capsys.readouterr().out.splitlines()
@@ -136,7 +136,7 @@ def test_exit_statuses(fake, capsys, text, exits, status, told):
 
 
 def test_a_finding_counts_more_than_a_failure(fake, monkeypatch):
-    """Whatever else failed, one finding of ours is exit status 1; all tools are asked."""
+    """One finding of ours makes the exit status 1, whatever else failed; all tools are run."""
     fake("", 0)
     verdicts = iter(["failed", "clean", "findings", "missing"])
     monkeypatch.setattr(command, "ask", lambda *_: (next(verdicts), []))
@@ -146,7 +146,7 @@ def test_a_finding_counts_more_than_a_failure(fake, monkeypatch):
 
 @pytest.mark.parametrize(("tools", "ran"), [([], 3), (["--tool", "initcheck"], 0)])
 def test_a_tool_that_is_blind_is_left_out(fake, monkeypatch, capsys, tools, ran):
-    """Initcheck does not see what Hopper's kernels store; alone it proves nothing."""
+    """Initcheck, which does not see Hopper's TMA stores, is left out; alone it proves nothing."""
     fake("", 0)
     asked = []
     monkeypatch.setattr(command, "cases", lambda *_: ["a case"])
@@ -158,7 +158,7 @@ def test_a_tool_that_is_blind_is_left_out(fake, monkeypatch, capsys, tools, ran)
 
 
 def test_tools_are_missing_or_bounded(monkeypatch):
-    """A program that is not on the PATH is a sentence, and so is one that takes too long."""
+    """A tool that is not on the PATH, or takes too long, is reported with the reason."""
     assert ask("consan", "", 0.01, "triton") == ("failed", ["it took longer than 0 s"])
     monkeypatch.setenv("PATH", "")
     verdict, (said,) = ask("memcheck", "", 1, "triton")
@@ -183,7 +183,7 @@ def test_mistakes_are_status_2(arguments, gpu, words, monkeypatch, capsys):
 
 
 def test_cases_are_those_an_implementation_can_run(monkeypatch):
-    """What an implementation cannot do is none of its cases."""
+    """The cases of an implementation are those that it can run."""
     assert len(cases.cases(impl="tiled")) == len(cases.PROBLEMS)
     short = replace(
         cases.get("triton"), limits=lambda problem, _: problem.dtype == "float32" or None
@@ -194,14 +194,14 @@ def test_cases_are_those_an_implementation_can_run(monkeypatch):
 
 
 def test_cases_say_when_they_run(capsys):
-    """Each case that was asked for is named before it and after it, and no other is run."""
+    """Each selected case is named before and after it runs, and no other case is run."""
     cases.main("d32")
     (name,) = cases.cases("d32")
     assert capsys.readouterr().out == f"case {name}\ndone {name}\n"
 
 
 def test_instrumented_kernels_get_scratch_memory(monkeypatch):
-    """Under Triton's own sanitizer kernels get memory of a size, and backward keeps to a thread."""
+    """Under Triton's own sanitizer kernels get scratch memory, and backward stays on one thread."""
     given = []
     monkeypatch.setattr("triton.set_allocator", given.append)
     monkeypatch.setenv("TRITON_INSTRUMENTATION_MODE", "consan")
@@ -215,7 +215,7 @@ def test_instrumented_kernels_get_scratch_memory(monkeypatch):
 
 
 def test_cases_are_ragged_and_load_both_ways():
-    """Every dtype, mask, way of loading, padded and whole widths, and masked rows are there."""
+    """The cases have every dtype, mask and way of loading, padded and whole widths, masked rows."""
     problems = list(cases.PROBLEMS)
     assert {problem.dtype for problem in problems} == {"bfloat16", "float16", "float32"}
     assert {problem.causal for problem in problems} == {False, "top_left", "bottom_right"}

@@ -1,4 +1,4 @@
-"""Measuring several ranks: what they answer, what is verified first, and the model of the time."""
+"""Measuring several ranks: their answers, their verification, and the model of their time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IDEAL = Machine(forward=6e14, backward=5e14, link=1e30, copy=1e30, latency=0.0)
 
 
 def test_jobs():
-    """Two ranks answer job after job; one that dies ends the other, and its last words are told."""
+    """Two ranks answer job after job; one that dies ends the other, and its error is reported."""
     ranks = Ranks(2, "cpu")
     try:
         job = {"job": "attention", "method": "keys", "rounds": 2}
@@ -48,7 +48,7 @@ def test_jobs():
 
 
 def test_other_bits_are_told():
-    """What a second call gives with other bits is named, with the first place."""
+    """An output that has other bits in a second call is named, with the first position."""
     o, dq = torch.zeros(1, 1, 2, 2), torch.ones(1, 1, 2, 2)
     assert parallel_case._other_bits((o, dq), (o.clone(), dq.clone())) == []
     other = dq.clone()
@@ -68,7 +68,7 @@ def test_other_bits_are_told():
     ],
 )
 def test_wrong_rows_are_told(changes):
-    """What is verified before it is timed: any output's last row, of the first and last heads."""
+    """Before timing, a wrong last row of the first or last head is reported, for any output."""
     problem, mesh = (
         replace(PROBLEM, **changes),
         SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0),
@@ -92,7 +92,7 @@ def test_wrong_rows_are_told(changes):
 @pytest.mark.parametrize("passes", ["forward", "forward+backward"])
 @pytest.mark.parametrize("changes", [{}, {"causal": False}, {"window": (512, None)}])
 def test_ideal_links_scale_linearly(passes, changes):
-    """If nothing but kernels takes time, W ranks take a W-th, as zig-zag shares work evenly."""
+    """If only kernels take time, W ranks take 1 / W of it, since zig-zag shares work evenly."""
     problem = replace(LONG, **changes)
     alone = problem.flops("forward") / 6e14
     alone += problem.flops("backward") / 5e14 if passes != "forward" else 0.0
@@ -104,7 +104,7 @@ def test_ideal_links_scale_linearly(passes, changes):
 
 
 def test_slow_links_cost_what_kernels_do_not_hide():
-    """A longer exchange shows once it outlasts own keys; windows have less to exchange."""
+    """An exchange costs the time by which it outlasts the local keys; windows exchange less."""
     cut = Placement("zigzag", 8)
     slow = IDEAL._replace(link=1e10)
     arrival = 2 * 2 * 128 * 8 * (1 << 17) * 7 / 8 / 1e10

@@ -1,4 +1,4 @@
-"""What a score is, behind the products of q and k: ALiBi, biases, sinks."""
+"""Score modifications after q @ k.T: ALiBi, biases, sinks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tensors(device, **changes):
 
 
 def written_out(q, k, v, *, hidden=None, softcap=None, slopes=None, bias=None, sink=None):
-    """Return o and lse in fp64 as the formula reads."""
+    """Return o and lse in fp64, written out as the formula reads."""
     q, k, v = (x.double() for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -55,13 +55,13 @@ def written_out(q, k, v, *, hidden=None, softcap=None, slopes=None, bias=None, s
 
 
 def matrix(vector, seq_q, seq_kv):
-    """Return a relative bias in full: its elements by s - t + T - 1."""
+    """Return the full matrix of a relative bias, whose elements are at s - t + T - 1."""
     t, s = torch.arange(seq_q)[:, None], torch.arange(seq_kv)
     return vector[..., (s - t + seq_q - 1).to(vector.device)]
 
 
 def assert_like(got, wanted, given, grads):
-    """Hold o, lse and the gradients of what was given to those that are written out."""
+    """Compare o, lse and the gradients of the inputs with those that are written out."""
     gradients = torch.autograd.grad(got, given, grads)
     exact = torch.autograd.grad(wanted, given, [x.double() for x in grads])
     for a, b in zip((*got, *gradients), (*wanted, *exact), strict=True):
@@ -72,7 +72,7 @@ def assert_like(got, wanted, given, grads):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("of_batches", [False, True])
 def test_alibi(name, of_batches, causal, device):
-    """It takes slope * |t + S - T - s| off a score, behind the softcap and before the mask."""
+    """ALiBi subtracts slope * |t + S - T - s| from a score, after the softcap, before the mask."""
     given = [x.requires_grad_() for x in tensors(device)]
     slopes = torch.linspace(0, 1.5, 8 if of_batches else 4, device=device)
     slopes = slopes.view(-1, 4) if of_batches else slopes
@@ -105,7 +105,7 @@ def test_alibi_of_one_head(device):
     ],
 )
 def test_bad_slopes(device, slopes, words):
-    """What does not fit is refused before anything runs, after what does, too."""
+    """Slopes that do not fit are refused before anything runs, also after slopes that do."""
     given = tensors(device)
     attention(*given, alibi_slopes=torch.ones(4, device=device), impl="triton")
     if isinstance(slopes, torch.Tensor) and not slopes.is_meta:
@@ -116,7 +116,7 @@ def test_bad_slopes(device, slopes, words):
 
 
 def test_alibi_is_not_for_documents(device):
-    """Positions in a document are not known to the kernels."""
+    """ALiBi is refused with documents, in which the kernels do not know positions."""
     cu = torch.tensor([0, 20], dtype=torch.int32, device=device)
     slopes = torch.ones(4, device=device)
     with pytest.raises(ValueError, match="alibi_slopes: not with documents"):
@@ -138,7 +138,7 @@ SHAPES = {  # of B, H, T, S = 2, 4, 20, 26
 @OURS
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bias(name, shape, device):
-    """It is added behind the softcap, however it is broadcast, and has its gradient."""
+    """A bias is added after the softcap, however it is broadcast, and gets its gradient."""
     given = [x.requires_grad_() for x in tensors(device)]
     torch.manual_seed(0)
     given.append(torch.randn(SHAPES[shape], device=device).requires_grad_())
@@ -153,7 +153,7 @@ def test_bias(name, shape, device):
 @pytest.mark.parametrize("shape", [(4, 45), (1, 45), (2, 4, 45), (2, 1, 45)])
 @pytest.mark.parametrize("window", [(None, None), (9, 7)])
 def test_relative_bias(name, shape, window, device):
-    """A vector stands for a matrix whose elements depend on s - t, and has the gradient."""
+    """A vector stands for a bias matrix whose elements depend on s - t, and gets its gradient."""
     given = [x.requires_grad_() for x in tensors(device)]
     torch.manual_seed(0)
     given.append(torch.randn(shape, device=device).requires_grad_())
@@ -168,9 +168,9 @@ def test_relative_bias(name, shape, window, device):
 @OURS
 @pytest.mark.parametrize("sizes", [(0, 0), (0, 1), (0, 5), (1, 0), (5, 0)])
 def test_empty_problems(name, sizes, device):
-    """Without queries or keys lse is the sink's, a bias adds nothing, and gradients are zeros.
+    """Without queries or keys lse is the sink, a bias adds nothing, and gradients are zeros.
 
-    That of a sink is of lse, but 0 of -inf, which is none.
+    Only a sink has a gradient, through lse; a sink of -inf, which is no sink, has 0.
     """
     given = [x.requires_grad_() for x in tensors(device, seq_q=sizes[0], seq_kv=sizes[1])]
     sink = torch.tensor([-torch.inf, -1.0, 0.0, 1.0], device=device).requires_grad_()
@@ -188,7 +188,7 @@ def test_empty_problems(name, sizes, device):
 @OURS
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 40), (40, 1)])
 def test_relative_bias_of_one_row(name, sizes, device):
-    """One query, or one key, has a bias of each distance, too; nothing beyond it is read."""
+    """A relative bias works for one query, or one key, and nothing beyond the bias is read."""
     problem = Problem(**vars(PROBLEM) | dict(zip(("seq_q", "seq_kv"), sizes, strict=True)))
     drawn = *make_inputs(problem, device=device), torch.randn(4, sum(sizes) - 1, device=device)
     with guard(*drawn) as given:
@@ -201,12 +201,12 @@ def test_relative_bias_of_one_row(name, sizes, device):
 
 @pytest.mark.parametrize("name", ["auto", "triton", "reference"])  # on a CPU auto is tiled
 def test_under_transforms(name, device):
-    """Compiled, mapped and cast attention, of shapes alone too, has a window and all scores."""
+    """Windows and score tensors work under a compiler, vmap and autocast, and on meta tensors."""
     q, k, v = tensors(device)
     torch.manual_seed(0)
     bias, vector, sink = (torch.randn(x, device=device) for x in ((4, 20, 26), (4, 45), 4))
     slopes = torch.linspace(0, 1, 8, device=device).view(2, 4)
-    plain = attention(q, k, v, causal=True, impl=name)  # first: what it keeps has none of these
+    plain = attention(q, k, v, causal=True, impl=name)  # first, so what it keeps has none of these
     for one in ({"bias": bias}, {"sink": sink}, {"alibi_slopes": slopes}, {"window": (5, None)}):
         assert not torch.equal(attention(q, k, v, causal=True, **one, impl=name), plain)
 
@@ -217,7 +217,7 @@ def test_under_transforms(name, device):
     def far(q, k, v, vector, sink, slopes):
         return call(q, k, v, relative(vector), sink, slopes)
 
-    # Whether graphs are dynamic: of tiled, whose own take long, each kind of bias has another.
+    # Whether graphs are dynamic; tiled, whose graphs take long, has one kind for each kind of bias.
     dynamic = {"reference": ((False,), (False,)), "triton": ((False, True), (True,))}
     graphs = dynamic.get(name, ((False,), (True,)))
     for f, x, kinds in zip((call, far), (bias, vector), graphs, strict=True):
@@ -241,9 +241,9 @@ def test_under_transforms(name, device):
 
 @pytest.mark.parametrize("name", ["triton", "tiled"])
 def test_gradients_under_transforms(name, device):
-    """Each example's gradients of a bias and of sinks, its own or shared, are those by themselves.
+    """Mapped gradients of a bias and of sinks, own or shared, are those of each example alone.
 
-    So under a compiler, and where what is saved is kept elsewhere.
+    The same holds under a compiler, and with hooks that move what is saved.
     """
     q, k, v = tensors(device)
     torch.manual_seed(0)
@@ -276,7 +276,7 @@ def test_gradients_under_transforms(name, device):
 
 
 def test_only_gradients_that_are_wanted(device):
-    """A bias or sinks alone may be learned, and a bias that is not has no gradient computed."""
+    """A bias or a sink alone may be learned, and a bias that is not learned gets no gradient."""
     q, k, v = tensors(device, seq_kv=60)
     bias = torch.randn(4, 20, 60, device=device).requires_grad_()
     sink = torch.zeros(4, device=device).requires_grad_()
@@ -294,7 +294,7 @@ def test_only_gradients_that_are_wanted(device):
 @pytest.mark.parametrize("lay", [lambda x: x.mT.contiguous().mT, lambda x: x[:, ::2, :, 1::3]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bias_lies_anyhow(lay, dtype, device):
-    """It is read by its own strides and of its own dtype, which its gradient has."""
+    """A bias is read by its own strides and dtype, and its gradient has the same dtype."""
     q, k, v = (x.bfloat16() for x in tensors(device))
     torch.manual_seed(0)
     bias = lay(torch.randn(2, 8, 20, 80, device=device).to(dtype))[:, :4, :, :26]
@@ -329,7 +329,7 @@ BAD_BIASES = [
 
 @pytest.mark.parametrize(("bias", "words"), BAD_BIASES)
 def test_bad_biases(bias, words, device):
-    """What does not fit is refused before anything runs, after what does, too."""
+    """A bias that does not fit is refused before anything runs, also after one that does."""
     given = tensors(device)
     attention(*given, bias=torch.ones(20, 26, device=device), impl="triton")
     if isinstance(bias, torch.Tensor) and not bias.is_meta:
@@ -343,13 +343,13 @@ def test_bad_biases(bias, words, device):
 
 @pytest.mark.parametrize("vector", [torch.ones(45), [1.0], torch.ones(1, 1, 4, 45)])
 def test_bad_vectors(vector):
-    """A relative bias is of heads, or of batches and heads."""
+    """A relative bias has a dimension of heads, or of batches and of heads."""
     with pytest.raises(ValueError, match="vector: wanted"):
         relative(vector)
 
 
 def test_a_relative_bias_takes_linear_memory(device):
-    """No tensor of forward and backward has T x S elements, where its matrix would."""
+    """With a relative bias no tensor of either pass has T x S elements, as its matrix would."""
     problem = Problem(seq_q=256, head_dim=16)
     q, k, v = make_inputs(problem, device=device)
     grads = make_grads(problem, device=device)
@@ -364,7 +364,7 @@ def test_a_relative_bias_takes_linear_memory(device):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_padding_around_a_bias_is_not_read(seed, device):
-    """NaN beside a bias, and in what a mask hides, reaches no result."""
+    """NaN around a bias, and where a mask hides scores, reaches no result."""
     q, k, v = tensors(device)
     torch.manual_seed(seed)
     buffer = torch.full((2, 4, 60, 64), torch.nan, device=device)
@@ -379,7 +379,7 @@ def test_padding_around_a_bias_is_not_read(seed, device):
 @OURS
 @pytest.mark.parametrize("shape", ["all", "a_head", "rows", "columns", "one", "relative"])
 def test_bias_and_sink_of_documents(name, shape, device):
-    """Scores of packed documents have them, too: those of keys that a query does not see do not."""
+    """Packed documents take a bias and sinks, and hidden scores get no part of them."""
     given = [x.requires_grad_() for x in tensors(device)]
     torch.manual_seed(0)
     given.append(torch.randn(SHAPES.get(shape, (4, 45)), device=device).requires_grad_())
@@ -401,7 +401,7 @@ def test_bias_and_sink_of_documents(name, shape, device):
 @pytest.mark.parametrize("name", ["triton"])
 @pytest.mark.parametrize("shape", [(2, 4, 130, 150), (4, 130, 150), (4, 279)])
 def test_hidden_scores_give_a_bias_nothing(name, shape, device):
-    """Its gradient is 0 where a mask hides whole tiles, whatever was in its memory."""
+    """The gradient of a bias is 0 where a mask hides whole tiles, whatever was in its memory."""
     given = *tensors(device, seq_q=130, seq_kv=150), torch.randn(shape, device=device)
     far = len(shape) == 2
     with guard(*given) as (q, k, v, bias):
@@ -423,7 +423,7 @@ def test_hidden_scores_give_a_bias_nothing(name, shape, device):
 @pytest.mark.parametrize("family", ["triton"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_sink_of_split_keys(family, causal, device):
-    """It is in the first part of the keys alone, however many there are."""
+    """A sink counts once, in the first split of the keys, however many splits there are."""
     q, k, v = tensors(device, seq_kv=300)
     sink = torch.linspace(-2, 3, 8, device=device).view(2, 4)
     how = {"right": 250 if causal else None, "scale": 0.25, "extras": Extras(sink=sink)}
@@ -434,9 +434,9 @@ def test_a_sink_of_split_keys(family, causal, device):
 
 @pytest.mark.parametrize("name", ["triton"])
 def test_a_sink_behind(name, device):
-    """To an implementation that takes none it is applied by lse, with the same gradients.
+    """For an implementation without sinks lse applies the sink, with the same gradients.
 
-    So it is where a query sees no key, or neither key nor sink: one of -inf has no gradient.
+    This holds for a query without keys, or without key and sink; a sink of -inf has no gradient.
     """
     given = [x.requires_grad_() for x in tensors(device, seq_kv=12)]
     sink = torch.tensor([[-torch.inf, -2.0, 0.0, 3.0]], device=device)
@@ -456,7 +456,7 @@ def test_a_sink_behind(name, device):
 
 
 def test_plans_say_what_scores_are_made_with(device):
-    """A bias that scores share has a launch of its own; one that they do not has none."""
+    """A bias that scores share has a launch for its gradient; a bias of each score has none."""
     q, k, v = tensors(device)
     shared = explain(q, k, v, bias=torch.ones(4, 20, 26, device=device), gpu=gpu_of(device))
     assert "bwd_dbias" in str(shared)
@@ -478,7 +478,7 @@ def test_plans_say_what_scores_are_made_with(device):
 
 
 def scored(case, **changes):
-    """Return a case whose scores are made with other tensors; None is none."""
+    """Return a case with other score tensors; None removes a tensor."""
     given = {name: x for name, x in {**case.scored, **changes}.items() if x is not None}
     bias, sink = dimensions(given.get("bias")), "sink" in given
     problem = replace(case.problem, alibi="alibi_slopes" in given, bias=bias, sink=sink)
@@ -490,7 +490,7 @@ BIASES = ("bhts", "1hts", "b11s", "1ht1", "1111", "1hr", "bhr")
 
 @law(asked={"sloped": (True,)}, needs="alibi")
 def test_slopes_of_zero(impl, sample):
-    """They are none."""
+    """Slopes of zero are the same as no slopes."""
 
     def zero(case):
         return scored(case, alibi_slopes=torch.zeros_like(case.scored["alibi_slopes"]))
@@ -503,7 +503,7 @@ def test_slopes_of_zero(impl, sample):
 
 @law(asked={"masks": ("top_left",), "windowed": (False,), "square": True}, needs="alibi bias")
 def test_causal_alibi_is_a_bias_of_columns(impl, sample):
-    """Under a causal mask it is slope * s, and a number of each row, which lse alone has."""
+    """Causal ALiBi is a bias of slope * s; only lse differs, by one number per row."""
     p = sample.problem
     slopes = torch.exp2(-torch.arange(1.0, p.heads + 1))[None].to(sample.device)
     s = torch.arange(p.seq_kv, device=sample.device)
@@ -522,7 +522,7 @@ def test_causal_alibi_is_a_bias_of_columns(impl, sample):
 
 @law(asked={"biases": BIASES}, needs="bias")
 def test_a_number_added_to_a_bias(impl, sample):
-    """It moves lse, and nothing else."""
+    """A number added to a bias is added to lse, and changes nothing else."""
 
     def moved(case):
         return scored(case, bias=case.scored["bias"] + 2)
@@ -542,7 +542,7 @@ def test_a_number_added_to_a_bias(impl, sample):
     needs="bias intervals strict",
 )
 def test_a_bias_of_minus_infinity_is_a_mask(impl, sample):
-    """It hides what a mask hides; half of the rows see no key."""
+    """A bias of -inf acts as a mask, even where half of the rows see no key."""
     p = sample.problem
     half = p.seq_q // 2
     documents = (half, 0), (p.seq_q - half, p.seq_kv)
@@ -562,7 +562,7 @@ def test_a_bias_of_minus_infinity_is_a_mask(impl, sample):
 
 @law(asked={"biases": BIASES, "batches": (2,), "groups": (2,)}, needs="bias grad")
 def test_a_broadcast_bias_has_the_sum_of_gradients(impl, sample):
-    """Of a bias of each score with the same numbers, added up over what shares an element."""
+    """A broadcast bias has the gradient of the full bias, summed over what shares an element."""
     p = sample.problem
 
     def spread(case):
@@ -593,7 +593,7 @@ def test_a_broadcast_bias_has_the_sum_of_gradients(impl, sample):
 
 @law(asked={"biases": ("bhts",)}, needs="bias grad lse")
 def test_gradients_of_a_row_of_a_bias_add_up(impl, sample):
-    """To the gradient of its logsumexp."""
+    """The gradients of a row of a bias sum to the gradient of its logsumexp."""
     result = ask(impl, sample)
     case = result.case
     alive = case.seen.any(-1).double()
@@ -604,7 +604,7 @@ def test_gradients_of_a_row_of_a_bias_add_up(impl, sample):
 
 @law(asked={"sunk": (True,)}, needs="lse")
 def test_a_sink_of_minus_infinity(impl, sample):
-    """It is none."""
+    """A sink of -inf is no sink, and has no gradient."""
 
     def none(case):
         return scored(case, sink=None)
@@ -619,7 +619,7 @@ def test_a_sink_of_minus_infinity(impl, sample):
 
 @law(asked={"sunk": (True,)}, needs="lse")
 def test_a_sink_takes_its_share(impl, sample):
-    """Rows are weighed by 1 - exp(sink - lse), and lse has it besides."""
+    """A sink scales o by 1 - exp(sink - lse), where lse includes the sink."""
 
     def none(case):
         return scored(case, sink=None)
@@ -636,7 +636,7 @@ def test_a_sink_takes_its_share(impl, sample):
 
 @law(asked={"sunk": (True,), "batches": (2, 3)}, needs="lse strict")
 def test_batches_have_their_own_sinks(impl, sample):
-    """Of sinks of each batch, a batch has the results of a call with its own."""
+    """With sinks of its own, each batch has the results of a call with these sinks."""
     p = sample.problem
 
     def own(case):
@@ -659,7 +659,7 @@ def test_batches_have_their_own_sinks(impl, sample):
     needs="repeats bias lse",
 )
 def test_the_same_again(impl, sample):
-    """Whatever scores are made with, the same sample has the same result, bit by bit."""
+    """Whatever modifies the scores, the same sample gives the same bits again."""
     one, other = ask(impl, sample).got, ask(impl, sample).got
     for name, x in one.items():
         assert_same_bits(name, x, other[name])
@@ -671,7 +671,7 @@ def test_the_same_again(impl, sample):
     drawn={"factor": st.sampled_from((2.0, -1.0))},
 )
 def test_scaling_queries(impl, sample, factor):
-    """Queries times c at scale / c change nothing but dq, which is divided by c."""
+    """Multiplying q by c and dividing the scale by c divides dq by c and changes nothing else."""
 
     def change(case):
         q, k, v = case.inputs
@@ -682,7 +682,7 @@ def test_scaling_queries(impl, sample, factor):
 
 
 def test_a_sink_behind_rows_that_see_no_key():
-    """Their lse is the sink's, and passes its gradient to that alone; one of -inf has none."""
+    """The lse of a row without keys is the sink, which gets its gradient unless it is -inf."""
     o, lse, sink = torch.zeros(1, 2, 3, 8), torch.full((1, 2, 3), -torch.inf), (-torch.inf, 2.0)
     given = [lse.requires_grad_(), torch.tensor([sink]).requires_grad_()]
     got = with_sink(o, *given)[1]
@@ -694,7 +694,7 @@ def test_a_sink_behind_rows_that_see_no_key():
 
 @pytest.mark.parametrize("logit", [-40.0, -20.0, 0.0, 20.0, 40.0])
 def test_a_sink_behind_a_kernel_that_takes_little_or_all(logit):
-    """Its gradient and lse's keep their bits where one of both has nearly all of the softmax."""
+    """The gradients of sink and lse stay exact where one has nearly all of the softmax."""
     shapes, seed = ((1, 2, 30, 8), (1, 2, 30), (1, 2, 30, 8)), torch.Generator().manual_seed(0)
     (o, lse, grad_o), found = (torch.randn(x, generator=seed) for x in shapes), []
     for dtype in (torch.float32, torch.float64):
@@ -706,7 +706,7 @@ def test_a_sink_behind_a_kernel_that_takes_little_or_all(logit):
 
 
 def test_a_sink_behind_takes_a_denormal_share():
-    """Its gradients are as exact as denormal numbers are, whichever way the sink lies."""
+    """A denormal share of the softmax has gradients as exact as denormals, on either side."""
     found = []
     for dtype in (torch.float32, torch.float64):
         o = torch.ones(1, 2, 1, 4, dtype=dtype)

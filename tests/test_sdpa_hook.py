@@ -1,6 +1,6 @@
-"""PyTorch's attention runs on our kernels while these are active, and on its own before and after.
+"""PyTorch's attention runs on our kernels while they are active, and otherwise on its own.
 
-On a CPU SDPA calls an operator of its own; those of CUDA have no kernel there but ours.
+On a CPU SDPA calls its own operator; CUDA's operators have only our kernels there.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
 
 HERE = Path(__file__).parent
-# One tile a head: what operators are given and return does not hang on more.
+# One tile per head: the operators' arguments and results do not depend on more.
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=24, head_dim=16)
-UNGROUPED = Problem(batch=2, heads=3, seq_q=24, head_dim=16)  # memory-efficient attention's
+UNGROUPED = Problem(batch=2, heads=3, seq_q=24, head_dim=16)  # for memory-efficient attention
 aten = torch.ops.aten
 # The forward operator with its arguments after q, k and v, the last one is_causal; its backward's
 # arguments after out and logsumexp.
@@ -59,7 +59,7 @@ DENSE = {
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return the names of the operators that ours answered, in order."""
+    """Return the names of the operators that our kernels answered, in order."""
     answered = []
 
     def counted(name, kernel):
@@ -77,15 +77,16 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def active(device, calls):
-    """Activate ours for a test, and return the names of the operators that they answered."""
+    """Activate our kernels for a test, and return the names of the operators they answered."""
     with sdpa.enabled(device.type):
         yield calls
 
 
 def halved(problem, device):
-    """Return the problem in bf16 on a GPU, where PyTorch then has one operator for it.
+    """Return the problem, in bf16 on a GPU, where PyTorch then has one operator for it.
 
-    In fp32 its math answers grouped heads, and another operator than ours ``causal_lower_right``.
+    In fp32 PyTorch's math runs grouped heads, and an operator that is not ours runs
+    ``causal_lower_right``.
     """
     return replace(problem, dtype="bfloat16") if device.type == "cuda" else problem
 
@@ -96,7 +97,7 @@ def leaves(*tensors):
 
 
 def ours(q, k, v, grad=None, **options):
-    """Return what our kernels give if asked by name: o, lse and the gradients."""
+    """Return o, lse and the gradients of our kernels, asked for by name."""
     q, k, v = leaves(q, k, v)
     impl = "auto" if q.is_cuda else "triton"
     o, lse = attention(q, k, v, return_lse=True, impl=impl, **options)
@@ -105,7 +106,7 @@ def ours(q, k, v, grad=None, **options):
 
 
 def assert_same(got, wanted):
-    """The kernels are the same, so the bits are."""
+    """Check for equal bits: the kernels are the same."""
     assert len(got) == len(wanted)
     for x, y in zip(got, wanted, strict=True):
         assert x.shape == y.shape
@@ -113,7 +114,7 @@ def assert_same(got, wanted):
 
 
 def on_meta(args):
-    """Return arguments without memory, which the fake kernels take."""
+    """Return arguments on the meta device, for the fake kernels."""
 
     def bare(x):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -122,7 +123,7 @@ def on_meta(args):
 
 
 def assert_laid_as_promised(operator, args, options=None):
-    """Call an operator; hold shapes, dtypes and strides to those of its fake kernel."""
+    """Call an operator; compare shapes, dtypes and strides with those of its fake kernel."""
     got = operator(*args, **(options or {}))
     promised = operator(*on_meta(args), **(options or {}))
     for x, y in zip(got, promised, strict=True):
@@ -154,19 +155,19 @@ def test_schemas():
 
 
 LAYOUTS = ("contiguous", "sequence_first", "packed", "strided", "columns")
-# PyTorch's fake kernels know of values that have fewer columns than keys, but for FlashAttention's.
+# PyTorch's fake kernels support fewer columns in values than in keys, except FlashAttention's.
 WIDTHS = [*((name, None) for name in DENSE), ("cudnn", 8), ("efficient", 8)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("name", "value_dim"), WIDTHS)
 def test_dense_operators(device, active, name, value_dim, layout):
-    """Results have our bits, and lie as compiled code asserts, of narrow values too."""
+    """Results have our bits, in the layout that compiled code asserts, also for narrow values."""
     operator, forward, backward = DENSE[name]
     problem = UNGROUPED if name == "efficient" else PROBLEM
     if value_dim is not None:
         problem = halved(replace(problem, value_dim=value_dim), device)
-    columns = layout == "columns"  # each of which is dense, so that results have dense columns, too
+    columns = layout == "columns"  # dense columns, so that results have dense columns, too
     q, k, v = make_inputs(problem, device=device, layout="contiguous" if columns else layout)
     q, k, v = (x.mT.contiguous().mT if columns else x for x in (q, k, v))
     grad, _ = make_grads(problem, device=device)
@@ -186,7 +187,7 @@ def test_dense_operators(device, active, name, value_dim, layout):
 @pytest.mark.parametrize("layout", ["expanded", "expanded_batch"])
 @pytest.mark.parametrize("name", ["cudnn", "efficient"])
 def test_narrow_values_of_expanded_queries(device, calls, name, layout):
-    """Memory-efficient attention lies as promised; cuDNN's own refuses o's layout, if it exists."""
+    """Memory-efficient attention has the promised layout; cuDNN's is left to PyTorch."""
     operator, forward, _ = DENSE[name]
     problem = halved(replace(UNGROUPED, value_dim=8), device)
     q, k, v = make_inputs(problem, device=device, layout=layout)
@@ -197,7 +198,7 @@ def test_narrow_values_of_expanded_queries(device, calls, name, layout):
 
 @pytest.mark.parametrize(("name", "value_dim"), [("flash", 8), *((name, 32) for name in DENSE)])
 def test_values_of_another_width_are_left(device, calls, name, value_dim):
-    """Wider values, and FlashAttention's narrow ones, are PyTorch's to answer or to refuse."""
+    """Wider values, and FlashAttention's narrow values, are left to PyTorch."""
     operator, forward, _ = DENSE[name]
     q, k, v = make_inputs(Problem(heads=2, seq_q=24, head_dim=16), device=device)
     v = torch.nn.functional.pad(v, (0, value_dim - 16))
@@ -221,7 +222,7 @@ def test_corners(device, active, name):
 
 
 def test_no_logsumexp(device, active):
-    """Memory-efficient attention is asked for no lse where nobody wants gradients."""
+    """Memory-efficient attention keeps its promised layout when no lse is asked for."""
     q, k, v = make_inputs(UNGROUPED, device=device)
     args = q, k, v, None, False
     assert_laid_as_promised(aten._scaled_dot_product_efficient_attention, args)
@@ -233,7 +234,7 @@ BIASES = {"all": (2, 3, 24, 24), "a head": (1, 3, 24, 24), "a key": (2, 1, 1, 24
 
 @pytest.mark.parametrize("shape", BIASES.values(), ids=BIASES)
 def test_a_bias_of_the_operator(device, active, shape):
-    """Memory-efficient attention's, expanded by PyTorch: each score has a gradient."""
+    """A bias of memory-efficient attention, which PyTorch expands, has a gradient per score."""
     q, k, v = make_inputs(UNGROUPED, device=device)
     grad, _ = make_grads(UNGROUPED, device=device)
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(device)
@@ -258,7 +259,7 @@ def test_a_bias_of_the_operator(device, active, shape):
 @pytest.mark.parametrize("shape", BIASES.values(), ids=BIASES)
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_mask_tensors_of_sdpa(device, active, kind, shape):
-    """PyTorch's ``attn_mask`` runs ours, and gives what it gave without them."""
+    """PyTorch's ``attn_mask`` runs our kernels, with the results of PyTorch's own."""
     mask = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(device)
     mask = mask > -1 if kind == "bool" else mask
 
@@ -275,7 +276,7 @@ def run(attend, q, k, v, grad):
 
 
 def assert_like_pytorch(device, active, attend):
-    """Hold both passes of ours to what PyTorch's own kernels give."""
+    """Compare both passes of our kernels with those of PyTorch's own kernels."""
     inputs = leaves(*make_inputs(UNGROUPED, device=device))
     grad, _ = make_grads(UNGROUPED, device=device)
     got = run(attend, *inputs, grad)
@@ -288,7 +289,7 @@ def assert_like_pytorch(device, active, attend):
 
 @pytest.mark.parametrize("name", ["sdpa", *DENSE])
 def test_compiled(device, active, name):
-    """Plain SDPA and each operator run ours under each compiler, in both passes, with groups."""
+    """SDPA and each operator run our kernels under each compiler, in both passes, with groups."""
     if name == "sdpa":
 
         def attend(q, k, v):
@@ -313,7 +314,7 @@ def test_compiled(device, active, name):
 
 
 def test_autocast(device, active):
-    """Autocast casts before ours are called."""
+    """Autocast casts the inputs before our kernels are called."""
     inputs = leaves(*make_inputs(PROBLEM, device=device))
     with torch.autocast(device.type, dtype=torch.bfloat16):
         o = sdpa_of_torch(*inputs, enable_gqa=True)
@@ -327,7 +328,7 @@ def test_autocast(device, active):
 
 
 def test_torch_decides_on_tf32(device, active, matmul):
-    """A new setting of torch for fp32 products is seen at once, as attention() sees it."""
+    """A new setting of torch for fp32 products takes effect at once, as in attention()."""
     q, k, v = make_inputs(UNGROUPED, device=device)
     results = []
     for matmul.fp32_precision in ("ieee", "tf32"):
@@ -345,7 +346,7 @@ def test_no_recursion(device, active):
 
 
 def test_second_derivative(device, active):
-    """PyTorch refuses a second derivative with its own words."""
+    """PyTorch refuses a second derivative with its own message."""
     q, k, v = leaves(*make_inputs(halved(PROBLEM, device), device=device))
     o = sdpa_of_torch(q, k, v, enable_gqa=True)
     (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
@@ -358,7 +359,7 @@ LENGTHS = [(7, 9), (0, 4), (20, 5), (13, 13)]  # of documents: queries and keys
 
 
 def documents(device):
-    """Return q, k, v of packed documents and a tail in none, and where documents begin."""
+    """Return q, k, v of packed documents and a tail outside them, and the documents' starts."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = (43, 4, 16), (33, 2, 16), (33, 2, 16)
     tensors = [torch.randn(x, generator=generator, device=device) for x in shapes]
@@ -367,7 +368,7 @@ def documents(device):
     return leaves(*tensors), starts.T.contiguous().to(device)
 
 
-# In torch 2.11 heads may share keys without a word.
+# In torch 2.11 heads may share keys without this argument.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
@@ -389,7 +390,7 @@ WINDOWS = pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (4, 3)],
 
 @WINDOWS
 def test_varlen(device, active, window):
-    """Each document is answered by itself; what is in none is 0 and gets no gradient."""
+    """Each document attends to itself alone; rows in no document are 0 and get no gradient."""
     (q, k, v), (of_q, of_k) = documents(device)
     o, lse = varlen_attn(
         q,
@@ -414,7 +415,7 @@ def test_varlen(device, active, window):
 
 @WINDOWS
 def test_varlen_of_used_keys(device, active, window):
-    """Where only the first keys of a document are used, the mask lies over these."""
+    """With ``seqused_k`` the mask of a document lies over its used keys."""
     (q, k, v), starts = documents(device)
     used = torch.tensor([3, 9, 0, 12], dtype=torch.int32, device=device)
     args = *starts, 20, 13, 0.0, False, False
@@ -429,7 +430,7 @@ def test_varlen_of_used_keys(device, active, window):
 
 
 def test_layers_share_bounds(device, active, monkeypatch):
-    """Those of the same lengths are made once for both passes of all layers."""
+    """Bounds of the same lengths are made once, for both passes of all layers."""
     made = []
 
     def spy(*args):
@@ -445,7 +446,7 @@ def test_layers_share_bounds(device, active, monkeypatch):
 
 
 def test_varlen_layouts(device, active):
-    """The varlen operators' results lie as promised, with documents and without."""
+    """Varlen results have the promised layout, with documents and without."""
     (q, k, v), (of_q, of_k) = documents(device)
     packed = [torch.stack((x, x, x), 1)[:, 1].detach() for x in (q, k, v)]
     batch = [x.detach()[None, :33] for x in (q, k, v)]
@@ -475,7 +476,7 @@ def test_varlen_out(device, active):
 
 @pytest.mark.parametrize("what", ["float64", "head_dim", "dropout_p"])
 def test_left_to_torch(device, active, what):
-    """What ours cannot solve has the bits of PyTorch's own kernels."""
+    """A problem that our kernels cannot solve has the bits of PyTorch's own kernels."""
     head_dim = 264 if what == "head_dim" else 16
     q, k, v = leaves(*make_inputs(Problem(seq_q=24, head_dim=head_dim), device=device))
     options = {}
@@ -496,7 +497,7 @@ def test_left_to_torch(device, active, what):
 
 @contextmanager
 def stand_in(device, names):
-    """Let kernels take the place of PyTorch's, and note what they are called with."""
+    """Replace PyTorch's kernels, and record the arguments of each call."""
     called = []
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
@@ -514,12 +515,12 @@ def stand_in(device, names):
 
 
 def same(x, y):
-    """Return whether a kernel got what the operator was given."""
+    """Return whether a kernel's argument is the one that the operator was given."""
     return x is y if isinstance(y, torch.Tensor) else x == y
 
 
 def unsupported(q, starts):
-    """Return calls that ours leave to PyTorch: operator, arguments, options."""
+    """Yield calls that our kernels leave to PyTorch: operator, arguments, options."""
     dense, lse = torch.ones_like(q), q[..., 0].float()
     flash, cudnn, efficient = (x[0] for x in DENSE.values())
     bias = q.new_zeros(q.shape[2], q.shape[2])
@@ -552,7 +553,7 @@ def unsupported(q, starts):
 
 
 def test_every_operator_has_a_way_on(device, calls):
-    """Dropout, biases and the like reach the kernel that was there before, with all arguments."""
+    """Dropout, odd biases and the like reach PyTorch's own kernel, with all arguments."""
     (q, _, _) = make_inputs(Problem(seq_q=24, head_dim=16), device=device)
     starts = (torch.tensor([0, 24], dtype=torch.int32, device=device),) * 2
     cases = list(unsupported(q, starts))
@@ -580,14 +581,14 @@ def test_no_way_on(calls):
 
 
 def tables():
-    """Return who is registered for what: PyTorch's dispatch tables."""
+    """Return PyTorch's dispatch tables of the operators."""
     names = [x for x in operators.KERNELS if hasattr(aten, x)]
     return {x: torch._C._dispatch_dump(f"aten::{x}") for x in names}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_no_trace(device):
-    """Afterwards PyTorch's kernels, and what was active before, are as they were."""
+    """Deactivating restores PyTorch's kernels, and the implementation that was active before."""
     before = tables()
     assert current_flash_attention_impl() is None
     with sdpa.enabled(device):
@@ -612,14 +613,14 @@ def test_no_trace(device):
 
 
 def test_deactivate_leaves_others_alone(monkeypatch):
-    """Who activated another implementation keeps it."""
+    """``deactivate`` leaves another active implementation as it is."""
     monkeypatch.setattr(_registry, "_FLASH_ATTENTION_ACTIVE", ("other", None))
     sdpa.deactivate()
     assert current_flash_attention_impl() == "other"
 
 
 def test_names():
-    """PyTorch lists ours and activates them by name; another device is refused by a sentence."""
+    """PyTorch lists our kernels and activates them by name; another device is refused by name."""
     assert set(sdpa.NAMES.values()) <= set(list_flash_attention_impls())
     activate_flash_attention_impl("flashattn")
     assert current_flash_attention_impl() == "flashattn"

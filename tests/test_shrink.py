@@ -35,13 +35,13 @@ LEAST = Problem(seq_q=1, head_dim=1)
     ],
 )
 def test_only_what_matters_is_kept(fails, least):
-    """Everything that the failure does not need is as small and plain as can be."""
+    """Shrinking makes all that the failure does not need as small and plain as possible."""
     assert shrink(LARGE, fails) == Sample(problem=dataclasses.replace(LEAST, **least))
 
 
 @pytest.mark.parametrize("name", ["values", "layout", "scale", "seed"])
 def test_unusual_inputs_are_kept_where_they_matter(name):
-    """Values, layout, scale and seed become the usual ones, but for those that it fails by."""
+    """Values, layout, scale and seed become the usual ones, except those that the failure needs."""
     found = shrink(LARGE, lambda q: getattr(q, name) == getattr(LARGE, name))
     assert found == Sample(problem=LEAST, **{name: getattr(LARGE, name)})
 
@@ -50,14 +50,14 @@ def test_unusual_inputs_are_kept_where_they_matter(name):
     "problem", [LEAST, LARGE.problem, Problem(batch=0, heads=0, seq_q=0, seq_kv=0, head_dim=3)]
 )
 def test_what_cannot_be_smaller_stays(problem):
-    """A sample on which alone it fails is found again, and nothing in it becomes negative."""
+    """A sample that alone fails is found again, and nothing in it becomes negative."""
     sample = dataclasses.replace(LARGE, problem=problem)
     assert shrink(sample, lambda q: q == sample) == sample
 
 
 @pytest.mark.parametrize("limit", ["TRIES", "SECONDS"])
 def test_a_slow_failure_is_shrunk_for_a_while_only(monkeypatch, limit):
-    """After so many tries, or so long, what was found by then is returned; none is asked twice."""
+    """After a number of tries or seconds the best sample is returned; none is tried twice."""
     tried = []
     clock = SimpleNamespace(perf_counter=lambda: float(len(tried)))  # a second for each
     monkeypatch.setattr(module, "time", clock)

@@ -1,6 +1,6 @@
 """No size is special: drawn lengths up to 4096, 40 heads, 40 batches, every head dimension to 256.
 
-``docs/conformance.md`` says with which probability a run finds what depends on a size.
+``docs/conformance.md`` gives the probability that a run finds what depends on a size.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ LONGEST, MOST, WIDEST = 4096, 40, 256
 ROWS_OF_FP32 = 300
 DTYPES = ("bfloat16", "float16", "float32")
 MASKS = (False, "top_left", "bottom_right")
-DRAWN, INTERPRETED = 12, 2  # lengths; of the interpreter fewer of everything
+DRAWN, INTERPRETED = 12, 2  # lengths; the interpreter gets fewer of everything
 # Powers of two, where counters and tiles end, with their neighbours.
 EDGES = sorted({n for k in range(5, 13) for n in (2**k - 1, 2**k, 2**k + 1) if n <= LONGEST})
 
 
 def verify(impl, device, *, values="normal", grad=True, **sizes):
-    """Hold a problem of some sizes, near to one that is claimed, to its budgets."""
+    """Verify a problem of these sizes, or the nearest that the implementation claims."""
     problem = impl.fit(Problem(**sizes))
     if impl.why_not(problem, device, grad=grad and impl.grad) is not None:
         return
@@ -37,9 +37,9 @@ def verify(impl, device, *, values="normal", grad=True, **sizes):
 
 
 def some(impl, device, among, least):
-    """Return all of some sizes in any order, or a few of them where each takes long.
+    """Return all of these sizes in random order, or a few of them where each takes long.
 
-    The reference is what all are held to, and tiled has one loop for all lengths.
+    All are held to the reference, and tiled has one loop for all lengths, so these two get few.
     """
     few = interpreted(impl, device) or impl.excused or device.type == "cuda"
     few = few or impl.name in ("reference", "tiled")
@@ -48,7 +48,7 @@ def some(impl, device, among, least):
 
 @clause()
 def test_every_head_dim(impl, device):
-    """Every head dimension from 1 to 256; a draw of them where each takes long."""
+    """Every head dimension from 1 to 256 is right; where each takes long, a sample of them."""
     drawn = chance("head_dim")
     claimed = [d for d in range(1, WIDEST + 1) if impl.head_dims is None or d in impl.head_dims]
     for head_dim in some(impl, device, claimed, min(6, len(claimed))):
@@ -66,7 +66,7 @@ def test_every_head_dim(impl, device):
 
 @clause()
 def test_every_number_of_heads(impl, device):
-    """Every number of heads from 1 to 40, of batches too, with any group that divides them."""
+    """Every number of heads and of batches from 1 to 40 is right, with any group that divides."""
     drawn = chance("heads")
     heads = some(impl, device, list(range(1, MOST + 1)), 2)
     batches = [1, MOST] if len(heads) == 2 else drawn.sample(range(1, MOST + 1), MOST)
@@ -89,9 +89,9 @@ def test_every_number_of_heads(impl, device):
 
 @clause()
 def test_every_kind_of_length(impl, device):
-    """Queries, and keys, of lengths about each power of two up to 4096, and of drawn ones.
+    """Lengths around each power of two up to 4096, and random lengths, are right.
 
-    Half of these keys have one query: decoding has kernels of its own.
+    Half of the key lengths have one query: decoding has kernels of its own.
     """
     for name, other in (("seq_q", "seq_kv"), ("seq_kv", "seq_q")):
         drawn = chance(name)
@@ -109,16 +109,16 @@ def test_every_kind_of_length(impl, device):
                 kv_heads=drawn.choice((1, 2)),
                 head_dim=drawn.choice((32, 64)),
                 causal=drawn.choice(MASKS),
-                # What fp32 is held against takes the square of S.
+                # The cost of verifying fp32 grows with the square of S.
                 dtype=drawn.choice(DTYPES if n < ROWS_OF_FP32 else DTYPES[:2]),
             )
 
 
 @clause()
 def test_the_last_key_counts(impl, device):
-    """Of keys about each power of two up to 4096, where the last ones have all the weight.
+    """The last keys count, at lengths around each power of two up to 4096.
 
-    Among a thousand keys of equal weight one may be lost within the budgets.
+    They have all the weight: among a thousand keys of equal weight, one may be lost in the budgets.
     """
     sizes = {"seq_q": 64, "head_dim": 64}
     for n in some(impl, device, EDGES, 1):
@@ -127,7 +127,7 @@ def test_the_last_key_counts(impl, device):
 
 @clause()
 def test_large_squares(impl, device):
-    """Many queries of many keys."""
+    """Many queries of many keys are right."""
     drawn = chance("square")
     least, most = (100, 140) if interpreted(impl, device) else (500, 800)
     for causal in ("top_left", False):

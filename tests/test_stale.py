@@ -1,4 +1,4 @@
-"""Operands of products on Hopper: what the analysis of SASS sees, and what it refuses."""
+"""Operands of products on Hopper: what the analysis of SASS finds, and what it refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def code(*lines):
 
 
 def found(*lines):
-    """Return the registers of addresses that break the law, each with its sources."""
+    """Return the registers of stale addresses, each with its sources."""
     said = [x.partition(" reads in UR")[2] for x in stale_addresses(code(*lines))]
     pairs = (x.split(" what is of ") for x in said)
     told = re.compile(r"\[\d+ (.*)\]")
@@ -54,22 +54,22 @@ END, NOBODY = (".L_x_1:", BOTH, "EXIT"), "nothing"
 @pytest.mark.parametrize(
     ("lines", "wanted"),
     [
-        # What was computed once before a loop, or anew in each step, is one source.
+        # An address computed once before a loop, or anew in each step, has one source.
         *((lines, []) for lines in (BEFORE, ONLY_WITHIN, GUARDED, REPLACED, APART)),
-        # What each step computes hides what was there before the loop, of that register.
+        # A value computed in each step hides the one in that register before the loop.
         (WITHIN, []),
         (KEPT, []),
         (LATE, [(4, ["UMOV UR4, UR20", "UIADD3 UR4, UR4, 0x2, URZ"])]),
-        # Where a way from the start writes nothing, that is a source too.
+        # A path from the start that writes nothing is a source, too.
         ((*A, SKIP, *B, *END), [(6, [NOBODY, B[0]]), (7, [NOBODY, B[1]])]),
         ((*A, BOTH, "EXIT"), [(6, [NOBODY]), (7, [NOBODY])]),
         ((END[0], BOTH, *START, SKIP), [(n, [NOBODY, x]) for n, x in enumerate(START, 4)]),
-        # What may not happen is a source, and so is what was there before.
+        # A predicated write is a source, and so is the value before it.
         ((*START, MAYBE, BOTH, "EXIT"), [(6, [B[0], MAYBE])]),
-        # A pair that is computed before a loop that may be left out counts for both registers.
+        # A pair that is computed before a loop that may be skipped counts for both registers.
         ((*START, SKIP, PAIR, *END), [(6, [B[0], PAIR]), (7, [B[1], PAIR])]),
         ((*START, PAIR, BOTH, "EXIT"), []),
-        # What comes back from a vector register is no source, but hides what was there.
+        # A value from a vector register is no source, but hides the value before it.
         ((*START, "@P0 R2UR UR6, R2", BOTH, "EXIT"), []),
         ((*START, SKIP, *BACK, *END), []),
         ((*A, *BACK, BOTH, "EXIT"), []),
@@ -81,7 +81,7 @@ END, NOBODY = (".L_x_1:", BOTH, "EXIT"), "nothing"
             (*START, TABLE.replace("BRX R4", "BRXU UR6"), ".L_x_1:", *B, ".L_x_2:", BOTH, "EXIT"),
             [(6, [B[0], B[0]]), (7, [B[1], B[1]])],
         ),
-        # Of numbers in registers the first two have no address.
+        # With one operand in registers, the first two uniform registers hold no address.
         ((*START, SKIP, *START, ".L_x_1:", ONE, "EXIT"), [(6, [B[0]] * 2), (7, [B[1]] * 2)]),
         (
             (*START, SKIP, *START, ".L_x_1:", BOTH.removesuffix("R24") + "RZ, !UPT", "EXIT"),
@@ -90,11 +90,11 @@ END, NOBODY = (".L_x_1:", BOTH, "EXIT"), "nothing"
     ],
 )
 def test_sources_of_an_address(lines, wanted):
-    """A product's address is right if one operation alone may have computed it."""
+    """A product's address is right if only one instruction can have computed it."""
     assert found(*lines) == wanted
 
 
-# As ptxas of Triton 3.6 made it of flashattn_hopper_fwd; the GPU's numbers were wrong.
+# What ptxas of Triton 3.6 made of flashattn_hopper_fwd, with wrong results on the GPU.
 STALE = (
     "UMOV UR5, 0x40000040",
     *B,
@@ -134,7 +134,7 @@ def test_operands_that_were_put_there(lines):
 
 
 def test_operands_that_are_overwritten():
-    """The bug: from the second step on a product reads what the first has put elsewhere."""
+    """From the second step on, a product that reads an overwritten operand is found."""
     assert stale_operands(code(*PUT, *STEPS[:2], OTHER, *STEPS[2:])) == [
         f"[0006 {PRODUCT}] reads in R121 what is of [0002 {PUT[1]}] or [0007 {OTHER}]"
     ]
@@ -179,7 +179,7 @@ def test_operands_that_are_overwritten():
     ],
 )
 def test_what_is_written(line, registers):
-    """Results stand first, or behind a predicate; some are several registers wide."""
+    """Result registers come first, or after a predicate, and may be several registers wide."""
     (instruction, _), _ = read(code(line, "EXIT"))
     assert [*instruction.uniform, *instruction.vector] == registers
     assert not instruction.uniform or " UR" in line
@@ -199,7 +199,7 @@ def test_what_is_written(line, registers):
     ],
 )
 def test_what_comes_next(jump, behind):
-    """What goes on only elsewhere does not reach the next line; what may stay does."""
+    """An unconditional jump does not reach the next line; a jump that may not be taken does."""
     _, before = read(code(jump, "NOP", ".L_x_1:", "EXIT"))
     assert before[1] == [0] * behind
     assert (0 in before[2]) == ("BRA" in jump)
@@ -210,11 +210,11 @@ def test_what_comes_next(jump, behind):
     [
         "CALL.REL.NOINC `(.L_x_1)",
         "RET.REL.NODEC R2 `(some_kernel)",
-        "BRX R4 -0x1b0",  # nobody has said where to
+        "BRX R4 -0x1b0",  # no targets are named
         "BRXU UR6 -0x83a0",
         "JMP 0x80",
-        "BSYNC B0",  # in front of no label
-        "IADD UR4, R2, R3",  # does it write UR4, or is it of those that read it?
+        "BSYNC B0",  # not directly before a label
+        "IADD UR4, R2, R3",  # does it write UR4, or only read it?
         "HGMMA.64x128x16.F32.BF16 R24, UR4, R24",  # no address is seen
         "?",
     ],
@@ -235,7 +235,7 @@ def test_no_products_prove_nothing(stale):
 
 @pytest.fixture
 def complaint(monkeypatch):
-    """Return a function: of what the counts complain where nvdisasm prints this, or fails."""
+    """Return a function that gives the counts' complaint when nvdisasm prints this, or fails."""
 
     def of(sass, variant=hopper_variants()[0], product="wgmma m64n128k16 bf16"):  # noqa: B008
         def printed(_):
@@ -256,12 +256,12 @@ def complaint(monkeypatch):
 
 
 def test_the_counts_complain(complaint):
-    """A variant that breaks the law fails the counts, whatever is expected; others do not."""
+    """A variant with stale operands fails the counts, whatever is expected; others do not."""
     said = complaint(code(*STALE))
     assert said.startswith("addresses of products may be stale, 1: [0012 HGMMA.64x128x16")
     assert complaint(code(*BEFORE)) is None
-    assert complaint(code(*STALE), variants()[0]) is None  # the portable ones are not asked
-    assert complaint("", product="none") is None  # nor is what multiplies nothing
+    assert complaint(code(*STALE), variants()[0]) is None  # portable kernels are not checked
+    assert complaint("", product="none") is None  # nor are kernels without products
     by_rows = next(x for x in variants() if getattr(x, "rows", False) and "bwd" in x.kernel)
     said = complaint(code(*PUT, *STEPS[:2], OTHER, *STEPS[2:]), by_rows)
     assert said.startswith("operands of products may be stale, 1: [0006 HGMMA.64x64x16")
@@ -271,5 +271,5 @@ def test_the_counts_complain(complaint):
     "failure", ["", FileNotFoundError("no nvdisasm"), CalledProcessError(1, "nvdisasm")], ids=repr
 )
 def test_what_cannot_be_read_fails(complaint, failure):
-    """Without code to look at, nothing is proven of a variant, and that is said."""
+    """A variant whose code cannot be read is UNPROVEN, and the complaint says so."""
     assert complaint(failure).startswith("addresses of products are UNPROVEN: ")

@@ -26,7 +26,7 @@ def test_a_grid_has_every_combination_in_order():
 
 
 def test_a_name_says_what_holds():
-    """Numbers are said with their axis, facts by their axis alone, and only where they hold."""
+    """A name has numbers with their axis, and a flag by its axis alone, only where it is true."""
     eager, compiled = grid(size=["small"], context=[128], compiled=[False, True])
     assert str(eager) == "small-context128"
     assert str(compiled) == "small-context128-compiled"
@@ -41,7 +41,7 @@ def test_a_point_can_be_changed():
 
 
 def test_both_orders_of_sums_stay_together():
-    """The backward in any order is measured beside all others of its problem."""
+    """The backward in any order is measured in one group with its problem's other backwards."""
 
     def item(name, problem):
         callspec = SimpleNamespace(params={"problem": problem, "impl": "hopper"})

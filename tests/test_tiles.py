@@ -1,4 +1,4 @@
-"""Tile and its table: checked numbers, a row for everything, and no search."""
+"""Tiles and their tables: checked numbers, a row for everything, and no search."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KERNELS, SIZES, HEAD_DIMS = ("fwd", "decode", "bwd_dkdv", "bwd_dq"), (2, 4), (16
     ],
 )
 def test_bad_tiles(numbers, words):
-    """A tile that no kernel could have is refused by name."""
+    """An impossible tile is refused by name."""
     with pytest.raises(ValueError, match=words):
         Tile(*numbers)
 
@@ -40,7 +40,7 @@ def test_tables_are_complete(gpu):
 
 
 def test_block_d():
-    """Head dims are computed in the next power of two, from 16 on; one column is not padded."""
+    """Head dims are padded to a power of two, 16 at least; one column is not padded."""
     assert [block_d(d) for d in (2, 16, 17, 80, 128, 129, 256)] == [16, 16, 32, 128, 128, 256, 256]
     assert block_d(1) == 1
 
@@ -48,10 +48,10 @@ def test_block_d():
 @pytest.mark.parametrize(
     ("head_dim", "strides", "wanted"),
     [
-        (64, [(1000, 64, 1)], 0),  # all columns are there
+        (64, [(1000, 64, 1)], 0),  # no columns are added
         (1, [(10, 10, 1)], 0),
         (40, [(4000, 400, 40), (0, 0, 120)], 8),
-        (48, [(4800, 480, 48)], 8),  # 16 bytes is all that a thread loads at once
+        (48, [(4800, 480, 48)], 8),  # a thread loads at most 16 bytes at once
         (40, [(4000, 400, 40), (4100, 410, 41)], 1),
         (40, [(4004, 400, 40)], 4),
         (20, [(2000, 200, 20)], 4),
@@ -60,12 +60,12 @@ def test_block_d():
     ],
 )
 def test_padding(head_dim, strides, wanted):
-    """A power of two that divides the columns and the distances of rows, up to 8; or no padding."""
+    """Padding is the largest power of two up to 8 that divides columns and row strides, or none."""
     assert padding(head_dim, strides) == wanted
 
 
 def test_find():
-    """A known GPU gets its table, an unknown one that of an A100, no GPU the interpreter's."""
+    """A known GPU gets its own table, an unknown one the A100's, and no GPU the interpreter's."""
 
     def found(gpu, large):
         return find(rows_of(gpu), "fwd", 2, 100, causal=True, large=large)
@@ -83,7 +83,7 @@ def test_find():
 
 
 def test_tf32_has_tiles_of_its_own():
-    """On Hopper, where one was faster than that of six products and can be loaded."""
+    """On Hopper TF32 has its own tiles, where faster than those of bf16x6 and possible to load."""
     rows = rows_of(GPUS["H200"])
     whole, decomposed = rows.tf32
     few, many = {"tma": True, "large": False}, {"tma": False, "large": True}
@@ -100,7 +100,7 @@ def test_tf32_has_tiles_of_its_own():
 
 
 def test_what_was_measured_can_be_found_again():
-    """Every tile that the table for Hopper has is among the candidates of the search."""
+    """Every tile of the Hopper table is among the candidates of the search."""
     search = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "tune.py"))
     table = rows_of(GPUS["H200"])
     rows = [(*key[:3], "auto", tile) for key, tile in table.tiles.items()]

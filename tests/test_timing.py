@@ -34,17 +34,17 @@ class SimulatedDevice:
         self.log = []
 
     def queue(self, name, *, host, device):
-        """Spend the host's time, then the device's, behind what it has to do already."""
+        """Spend the host's time, then the device's, after the work that it already has."""
         self.log.append(name)
         self.host += host
         self.done = max(self.done, self.host) + device
 
     def flush(self):
-        """Queue what takes the device ten times as long as the host."""
+        """Queue work that takes the device ten times as long as the host."""
         self.queue("flush", host=4 * MICRO, device=40 * MICRO)
 
     def synchronize(self):
-        """Let the host catch up."""
+        """Let the host wait for the device."""
         self.log.append("wait")
         self.host = self.done = max(self.host, self.done)
 
@@ -72,7 +72,7 @@ class SimulatedDevice:
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """A simulated device whose host time is the time that the module under test sees."""
+    """Return a simulated device whose host time is the time that the tested module sees."""
     simulated = SimulatedDevice()
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: simulated.host))
     return simulated
@@ -80,7 +80,7 @@ def simulated(monkeypatch):
 
 @pytest.fixture
 def ours(simulated):
-    """Our fixture on the simulated device, as pytest-benchmark's plugin would make it."""
+    """Return our fixture on the simulated device, as pytest-benchmark's plugin would make it."""
     unset = ("precision", "confidence", "logger", "warner", "cprofile", "cprofile_loops")
     unset += ("disable_gc", "warmup", "warmup_iterations", "disabled", "cprofile_dump")
     stats = []
@@ -100,9 +100,9 @@ def ours(simulated):
 
 
 def test_launch_gaps_are_not_measured(simulated):
-    """Three kernels of 5 us, 60 us apart on the host, took 15 us once the clock covers them.
+    """Three kernels of 5 us, 60 us apart on the host, take 15 us once the clock covers them.
 
-    A call that the host queues for a second is not waited for with a second of writes.
+    The lead of writes is bounded, even for a call that takes the host a second to queue.
     """
 
     def call():
@@ -111,7 +111,7 @@ def test_launch_gaps_are_not_measured(simulated):
 
     clock = simulated.clock()
     (bare,), _ = clock.samples(call, 1)
-    assert bare > 100 * MICRO  # what is wrong without: mostly gaps
+    assert bare > 100 * MICRO  # without a lead: mostly gaps
     lead = clock.cover(warm_up(call, clock=clock).launch)
     samples, _ = clock.samples(call, 4)
     assert samples == pytest.approx([15 * MICRO] * 4)
@@ -120,7 +120,7 @@ def test_launch_gaps_are_not_measured(simulated):
 
 
 def disturbed(device, delays):
-    """Return a call of two kernels, 10 us, between which others keep the host for each delay."""
+    """Return a call of two kernels, 10 us in all, in which the host is held up by each delay."""
     coming = itertools.cycle(delays)
 
     def call():
@@ -131,7 +131,7 @@ def disturbed(device, delays):
 
 
 def test_late_samples_are_counted(simulated):
-    """A sample is late if the device had begun it before the host was done, and no other is."""
+    """A sample is late if, and only if, the device began it before the host had queued it."""
     clock, call = simulated.clock(), disturbed(simulated, [0.0, 300 * MICRO])
     clock.cover(40 * MICRO)
     assert (clock.samples(call, 1), clock.late) == (([pytest.approx(10 * MICRO)], None), 0)
@@ -142,13 +142,13 @@ def test_late_samples_are_counted(simulated):
 
 
 def test_late_samples_are_made_again(simulated, ours):
-    """Where every third call is disturbed, all samples are device time, and that is told."""
+    """With every third call disturbed, all samples are device time, and retakes are reported."""
     call = disturbed(simulated, [0.0, 0.0, 300 * MICRO])
     made = []
     ours.time(lambda _: call(), setup=lambda: (made.append(None),), rounds=20)
     assert ours.kept[0].stats.data == pytest.approx([10 * MICRO] * 20)
     assert ours.extra_info["late"] == 0
-    # Behind twice the writes after each, a third such delay is covered.
+    # The flushes double after each late sample, so a third such delay is covered.
     assert 1 <= ours.extra_info["retaken"] <= 4
     assert 2 * len(made) == simulated.log.count("kernel")
 
@@ -163,7 +163,7 @@ def test_late_samples_are_made_again(simulated, ours):
     ids=["quiet", "disturbed once warm", "long"],
 )
 def test_what_stays_late_is_kept_and_told(simulated, ours, monkeypatch, delays, retaken):
-    """Samples that are late every time are as many as others, and their row says how many."""
+    """Samples that are late every time are kept, and their row says how many there are."""
     monkeypatch.setattr(timing, "WARM_UP", 0.0)  # three calls
     ours.time(disturbed(simulated, delays), rounds=3)
     late = [sample > 0.09 for sample in ours.kept[0].stats.data]
@@ -173,9 +173,9 @@ def test_what_stays_late_is_kept_and_told(simulated, ours, monkeypatch, delays, 
 
 
 def test_cache_is_cold_and_one_wait_ends_the_samples(simulated):
-    """Each call follows a flush that its events leave out; the host waits once, at the end.
+    """Each call follows a flush outside its events, and the host waits once, at the end.
 
-    What the last call returned comes back beside the seconds.
+    The result of the last call is returned beside the seconds.
     """
     samples, result = simulated.clock().samples(lambda: simulated.log.append("call") or "o", 2)
     assert simulated.log == ["flush", "event", "call", "event"] * 2 + ["wait"]
@@ -183,7 +183,7 @@ def test_cache_is_cold_and_one_wait_ends_the_samples(simulated):
 
 
 def test_warm_up_absorbs_the_cold_call(simulated):
-    """Three seconds of compiling in the first call, and a slow second one, leave no trace."""
+    """Three seconds of compilation in the first call, and a slow second one, are not counted."""
     costs = iter([3.0, 0.01])
 
     def call():
@@ -198,14 +198,14 @@ def test_warm_up_absorbs_the_cold_call(simulated):
     ("device", "rounds"),
     [
         (1e-6, timing.MOST_ROUNDS),
-        (12.48e-3, 19),  # 20, did the flushes cost nothing
+        (12.48e-3, 19),  # 20 if flushes cost nothing
         (2.0, timing.FEWEST_ROUNDS),
     ],
 )
 def test_every_sample_is_kept_within_the_budget(simulated, ours, device, rounds):
-    """As many calls as fit in the budget are made, and each is one raw sample of device seconds.
+    """As many calls as fit in the budget are made, and each is one sample of device seconds.
 
-    What makes a call's arguments is done anew for every call and costs it nothing.
+    The setup of a call's arguments runs anew for every call, and is not timed.
     """
     made, seen = [], []
 
@@ -226,7 +226,7 @@ def test_every_sample_is_kept_within_the_budget(simulated, ours, device, rounds)
 
 
 def test_a_warm_call_is_only_measured(simulated, ours):
-    """The caller has warmed it up: no call but the rounds, and late samples are not repeated."""
+    """A warm call is made for the rounds alone, and late samples are not repeated."""
 
     def call():
         simulated.log.append("call")
@@ -239,21 +239,21 @@ def test_a_warm_call_is_only_measured(simulated, ours):
 
 
 def test_times_measured_before_are_rounds(ours):
-    """Replayed seconds are the samples, as they were, by the clock that is told."""
+    """Replayed seconds are the samples, unchanged, under the name of the given clock."""
     ours.replay([1.0, 3.0], tells="another clock")
     assert ours.kept[0].stats.data == [1.0, 3.0]
     assert (ours.extra_info["mean"], ours.extra_info["clock"]) == (2.0, "another clock")
 
 
 def test_looped_rounds_are_device_time(simulated, ours):
-    """The plugin's own calibrated way of calling, several calls a round, tells device time."""
+    """The plugin's own calibrated rounds, of several calls each, report device time."""
     cost = {"host": 7 * MICRO, "device": 1e-3}
     runner = ours._make_runner(simulated.queue, ("kernel",), cost)
     assert runner(range(4)) == pytest.approx(4e-3)
 
 
 def test_disabled_benchmark_calls_once(simulated, ours):
-    """--benchmark-disable makes one call and no number."""
+    """--benchmark-disable makes one call and records nothing."""
     ours.disabled = True
     assert ours.time(lambda: simulated.log.append("call") or "o") == "o"
     assert simulated.log.count("call") == 1
@@ -262,7 +262,7 @@ def test_disabled_benchmark_calls_once(simulated, ours):
 
 @pytest.mark.interpreter
 def test_interpreted_kernels_are_recognised():
-    """A Triton kernel that the interpreter would run is told from one that runs, and not run."""
+    """A Triton kernel that the interpreter would run is recognised, without running it."""
     q = torch.randn(1, 1, 16, 16)
     done = []
 

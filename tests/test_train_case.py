@@ -1,4 +1,4 @@
-"""Training by names: the steps that benchmarks time, and a process of its own for cold ones."""
+"""Training cases: the steps that benchmarks time, and cold steps in a process of their own."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def test_backward_can_be_repeated(model):
 
 
 def test_state_is_what_is_held(model):
-    """Parameters, gradients and two moments are four bytes a parameter each, once there."""
+    """Parameters, gradients and both moments take four bytes a parameter each, once allocated."""
     count = model.costs.parameters
     assert model.state_bytes() == {"parameters": 4 * count, "gradients": 0, "optimizer": 0}
     call, _ = model.timed("train")
     call()
     held = model.state_bytes()
     assert held["gradients"] == 4 * count
-    assert held["optimizer"] == pytest.approx(8 * count, rel=1e-3)  # and a count of steps each
+    assert held["optimizer"] == pytest.approx(8 * count, rel=1e-3)  # plus the step counts
 
 
 def test_costs_by_name(device):
-    """Naive attention is charged for its scores, ours not; a layer's problem is the model's."""
+    """Costs charge only naive attention for its scores; a layer's problem is the model's."""
     long = TINY | {"context": 1024}
     naive, ours = (costs(**long, impl=name, device=device) for name in ("naive", "triton"))
     assert naive.activation_bytes > ours.activation_bytes
@@ -73,14 +73,14 @@ def test_costs_by_name(device):
 
 
 def test_documents_fill_the_context():
-    """They are as unequal in any context."""
+    """Documents fill any context, with the same proportions."""
     assert documents_of(16384) == UNEQUAL
     assert documents_of(65536) == tuple(4 * n for n in UNEQUAL)
     assert sum(documents_of(100)) == 100
 
 
 def test_packed_documents_are_apart(device):
-    """A causal model gives each document the logits that it has alone, where it sees no other."""
+    """In a packed causal model each document has the logits that it has alone."""
     facts = TINY | {"context": 64, "batch": 1}
     packed, whole = (
         Trained(**facts, impl="tiled", device=device, packed=p).trainer for p in (True, False)
@@ -96,7 +96,7 @@ def test_packed_documents_are_apart(device):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_mask_of_documents_is_made_once(device, precision, monkeypatch):
-    """Every layer gets the same bounds, also under autocast and where it is recomputed."""
+    """Every layer gets the same bounds, also under autocast and when it is recomputed."""
     seen, tiled = [], registry.get("tiled")
 
     def spy(*qkv, bounds, **options):
@@ -111,14 +111,14 @@ def test_the_mask_of_documents_is_made_once(device, precision, monkeypatch):
 
 
 def test_contexts_beyond_the_table(device):
-    """RoPE's table is as long as the context, and costs its bytes."""
+    """RoPE's table is as long as the context, and the costs count it so."""
     long = TINY | {"context": 9000, "batch": 1}
     model = Trained(**long, impl="sdpa", device=device)
     assert len(model.trainer.model.rope.cos) == model.costs.config.longest == 9000
 
 
 def test_cold_steps():
-    """A new process gives as many seconds as asked."""
+    """A new process returns as many step times as asked for."""
     seconds = cold_steps(**TINY, warm_steps=1, measured=3, device="cpu")
     assert len(seconds) == 3
     assert all(second > 0 for second in seconds)

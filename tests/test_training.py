@@ -74,7 +74,7 @@ def test_train_is_adamw(device):
 
 
 def test_phases():
-    """Each step's parts run in their phases, one after the other, and every part in one."""
+    """Each step runs its parts one after the other, each in a phase of its own."""
     seen = []
 
     @contextmanager
@@ -97,7 +97,7 @@ def test_phases():
 
 
 def test_seed():
-    """A seed decides parameters and tokens, another changes both, and torch's own stays."""
+    """A seed determines parameters and tokens, and leaves torch's own generator as it was."""
     state = torch.get_rng_state()
     a, b, c = trainer_of(), trainer_of(), trainer_of(seed=1)
     assert torch.equal(state, torch.get_rng_state())
@@ -112,7 +112,7 @@ LOGITS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "flo
 
 @pytest.mark.parametrize(("precision", "logits"), LOGITS.items())
 def test_precisions(precision, logits):
-    """Autocast decides the logits' dtype; loss, parameters and gradients are fp32 always."""
+    """Autocast decides the logits' dtype; loss, parameters and gradients are always fp32."""
     trainer = trainer_of(precision=precision)
     assert trainer.forward().dtype == getattr(torch, logits)
     assert trainer.train().dtype == torch.float32
@@ -123,7 +123,7 @@ def test_precisions(precision, logits):
 @pytest.mark.parametrize(("precision", "mode"), [("tf32", "tf32"), ("fp32", "ieee")])
 @pytest.mark.parametrize("before", ["ieee", "tf32", "none"])
 def test_products_mode(matmul, precision, mode, before):
-    """Every part runs in the precision's mode, which is then put back, also after a failure."""
+    """Every part runs in the precision's mode; the mode is restored, even after a failure."""
     matmul.fp32_precision, seen = before, []
 
     @contextmanager
@@ -168,6 +168,6 @@ def test_compiled(monkeypatch):
     ],
 )
 def test_bad_arguments(change, words):
-    """What cannot be trained is refused by name."""
+    """An invalid argument is refused by name."""
     with pytest.raises(ValueError, match=words):
         trainer_of(**change)

@@ -1,6 +1,6 @@
-"""attn_implementation="fattn": tiny random models of transformers answer as with their own eager.
+"""attn_implementation="fattn": tiny random models of transformers agree with their eager.
 
-They run on the CPU: what is tested is which mask and scores a model asks for, not the kernels.
+They run on the CPU: this tests which mask and scores a model asks for, not the kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers import masking_utils  # noqa: E402
 from flashattn.integrations import transformers as drop_in  # noqa: E402
 
 LENGTH, PADDING, DOCUMENTS, WINDOW = 24, 7, (5, 12, 7), 8
-DRAWS = 4  # of tokens, for which eager's error is the largest
+DRAWS = 4  # draws of tokens; the budget takes eager's largest error
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -68,7 +68,7 @@ DECODERS = {
         | {"experts_implementation": "batched_mm"},
     ),
 }
-TEXT_CONFIGS = ("Gemma3", "Llama4")  # whose other configuration has images, too
+TEXT_CONFIGS = ("Gemma3", "Llama4")  # whose other configuration includes images
 ENCODERS = {
     "Bert": ("Bert", SMALL | NO_DROPOUT),
     "ModernBert": (
@@ -92,7 +92,7 @@ MODES += [(name, "packed") for name in DECODERS]
 
 
 def exact(_, q, k, v, mask, *, scaling=None, softcap=None, s_aux=None, **options):
-    """Compute attention as on paper, called as transformers calls it, with a boolean mask."""
+    """Compute attention by its definition, called as transformers calls it, with a bool mask."""
     group, bias = q.shape[1] // k.shape[1], options.get("position_bias")
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -106,14 +106,14 @@ def exact(_, q, k, v, mask, *, scaling=None, softcap=None, s_aux=None, **options
 
 
 def exact_mask(**asked):
-    """Evaluate every mask."""
+    """Evaluate every mask, without transformers' shortcuts."""
     skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
     return masking_utils.sdpa_mask(**asked | dict.fromkeys(skips, False))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered():
-    """Register ours, in PyTorch but by tiles, and what judges it."""
+    """Register ours, with the tiled PyTorch code, and the exact attention that judges it."""
     interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
     before = [dict(x._global_mapping) for x in interfaces]
     level = transformers.logging.get_verbosity()
@@ -138,7 +138,7 @@ def model_of(name, **changes):
 
 
 def inputs_of(mode, seed=1):
-    """Return drawn tokens, labels, and what the mode adds."""
+    """Return random tokens, labels, and the inputs that the mode adds."""
     ids = torch.randint(1, 64, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
     inputs = {"input_ids": ids, "labels": ids.clone()}
     if mode == "padded":
@@ -152,7 +152,7 @@ def inputs_of(mode, seed=1):
 
 
 def by_lengths(inputs):
-    """Return packed inputs of which the lengths say where documents begin, not the positions."""
+    """Return packed inputs whose lengths, not positions, say where documents begin."""
     cu = torch.tensor([0, *DOCUMENTS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     shown = torch.ones_like(inputs["input_ids"])
     most = dict.fromkeys(("max_length_q", "max_length_k"), max(DOCUMENTS))
@@ -160,7 +160,7 @@ def by_lengths(inputs):
 
 
 def step(model, inputs, attention, run=None):
-    """Return the logits of tokens that count, and all gradients."""
+    """Return the logits of tokens in the loss, and all gradients."""
     model.set_attn_implementation(attention)
     model.train().zero_grad()
     out = (model if run is None else run)(**inputs)
@@ -170,10 +170,10 @@ def step(model, inputs, attention, run=None):
 
 
 def assert_as_eager(model, mode, run=None, ours=lambda inputs: inputs):
-    """No error is larger than attention's own budget allows, for eager as its naive.
+    """Check that no error exceeds attention's own budget, with eager as its naive.
 
-    Its errors are those of a whole model, one chain of roundings whose largest is small by luck in
-    some draws. So eager is run on further tokens, as naive is of a small problem.
+    A whole model is one chain of roundings, whose largest error is small by luck for some tokens.
+    So eager runs on several draws of tokens, as naive attention does for a small problem.
     """
     draws = [inputs_of(mode, seed) for seed in range(1, 1 + DRAWS)]
     if mode == "documents":
@@ -197,15 +197,15 @@ def test_training_step(name, mode):
 
 @pytest.mark.parametrize("name", [x for x in DECODERS if x not in ("GptOss", "Llama4")])
 def test_documents_by_lengths(name):
-    """Documents of which the lengths are given are those that transformers finds by positions.
+    """Documents given by lengths are those that transformers finds by positions.
 
-    In gpt-oss it looks for none, and Llama 4 counts chunks from the first token of all.
+    In gpt-oss transformers looks for none, and Llama 4 counts chunks from the first token of all.
     """
     assert_as_eager(model_of(name), "documents", ours=by_lengths)
 
 
 def not_generated(name, cache):
-    """Return why transformers itself, 5.17 for one, cannot generate so, or None."""
+    """Return why transformers itself, such as 5.17, cannot generate in this way, or None."""
     takes = signature(masking_utils.create_chunked_causal_mask).parameters
     if (name, cache) == ("Llama4", "static") and "block_sequence_ids" not in takes:
         return "transformers gives create_chunked_causal_mask an argument that it does not take"
@@ -227,7 +227,7 @@ def test_generate(name, cache):
     assert torch.equal(*tokens)
 
 
-# torch.compile asks each input for its gradient.
+# torch.compile reads the gradient of each input.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
     ("name", "layers", "whole", "mode"),  # each pair of name, whole and mode
@@ -239,7 +239,7 @@ def test_generate(name, cache):
     ],
 )
 def test_compiled(name, layers, whole, mode):
-    """Compiled as one graph, the model or each layer, nothing changes."""
+    """Compiling the model, or each layer, as one graph changes nothing."""
     torch.compiler.reset()
     types = BOTH["layer_types"][:layers] if name == "GptOss" else None
     model = model_of(name, num_hidden_layers=layers, layer_types=types)
@@ -260,7 +260,7 @@ def test_compiled(name, layers, whole, mode):
 
 @pytest.mark.parametrize("mode", ["plain", "padded"])
 def test_lengths_share_a_graph(mode):
-    """A compiled layer takes any length after the second, whatever the mask."""
+    """A compiled layer takes any length after the second without recompiling, under any mask."""
     torch.compiler.reset()
     counter = CompileCounter()
     attend = torch.compile(drop_in._attend, backend=counter, fullgraph=True)
@@ -286,7 +286,7 @@ FUNCTIONS = {
 
 @st.composite
 def masks(draw):
-    """Draw what transformers may ask of a mask: offsets of a cache, padding, a tensor for one."""
+    """Draw a mask that transformers may ask for: cache offsets, as numbers or tensors, padding."""
     lengths = st.integers(1, 9)
     queries, past, spare, dropped = (draw(lengths), *(draw(st.integers(0, 6)) for _ in range(3)))
     dropped, spare = min(dropped, past), spare - min(3, queries - 1)
@@ -309,12 +309,12 @@ def masks(draw):
 
 
 def packed(function, positions):
-    """Return what transformers makes of a mask function where documents are packed."""
+    """Return the mask function that transformers makes for packed documents."""
     documents = masking_utils.find_packed_sequence_indices(positions)
     documents = torch.zeros_like(positions) if documents is None else documents
     if hasattr(masking_utils, "packed_sequence_compatibility_function"):  # of 5.18 to 5.23
         return masking_utils.packed_sequence_compatibility_function(function, positions, documents)
-    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # alone from 5.24 on
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # the only way from 5.24 on
         function = masking_utils.remap_positions_for_packed_sequence(function, positions)
     return masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))
 
@@ -335,7 +335,7 @@ def packed_masks(draw):
 
 
 CHUNKS = {"batch_size": 2, "local_size": 3, "device": "cpu"}
-# Chunks of 3 of which the second document does not begin one; behind a cache that dropped two keys.
+# Chunks of 3: a second document that begins inside a chunk, and a cache that dropped two keys.
 POSITIONS = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
 PACKED_CHUNKS = {"mask_function": packed(FUNCTIONS["chunks"](3)[0], POSITIONS), **CHUNKS}
 PACKED_CHUNKS |= {"q_length": 12, "kv_length": 12}
@@ -348,7 +348,7 @@ LATE_CHUNKS |= {"q_length": 3, "kv_length": 6, "q_offset": 5, "kv_offset": 2}
 @hypothesis.example(asked=PACKED_CHUNKS, most=1 << 26)
 @hypothesis.example(asked=LATE_CHUNKS, most=1 << 26)
 def test_masks_are_those_of_transformers(asked, most):
-    """Recognised or evaluated, a mask shows what transformers' own shows."""
+    """A mask, recognised or evaluated, shows what transformers' own shows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drop_in, "MOST_PAIRS", most)
         got = drop_in._make_mask(**asked)
@@ -363,7 +363,7 @@ def test_masks_are_those_of_transformers(asked, most):
 @hypothesis.settings(max_examples=200)
 @hypothesis.given(asked=masks() | packed_masks(), data=st.data())
 def test_scores_are_those_of_transformers(asked, data):
-    """Whatever the mask, caps, sinks, biases, grouped heads and wider values mean the same."""
+    """Under any mask, caps, sinks, biases, grouped heads and wider values give exact results."""
     draw = data.draw
     heads, keys, width, values = draw(
         st.sampled_from([(4, 2, 8, 8), (2, 2, 8, 5), (3, 1, 8, 11), (2, 1, 4, 4)])
@@ -394,7 +394,7 @@ LONG = 1 << 20
 
 @pytest.fixture
 def _not_evaluated(monkeypatch):
-    """Let no mask be evaluated."""
+    """Fail if a mask is evaluated."""
 
     def refuse(*_, **__):
         raise AssertionError
@@ -415,7 +415,7 @@ def _not_evaluated(monkeypatch):
     ],
 )
 def test_usual_masks_are_calls(name, offset, call):
-    """A million queries and keys need no score matrix."""
+    """Common masks become arguments of the call: a million queries and keys need no matrix."""
     function, local = FUNCTIONS[name](4)
     mask = drop_in._make_mask(1, LONG, LONG + 9, offset, 0, function, local_size=local)
     assert mask.call == call
@@ -427,7 +427,7 @@ def test_usual_masks_are_calls(name, offset, call):
 @pytest.mark.parametrize("offset", [0, 5, torch.tensor(5)], ids=str)
 @pytest.mark.parametrize("side", ["left", "right", None])
 def test_known_masks_are_not_evaluated(name, offset, side):
-    """Nor where sequences are padded, documents packed, or the offset lies on the device."""
+    """Known masks are not evaluated, even with padding, packed documents or a device offset."""
     queries, keys = 4096, 5000
     if name == "packed":
         queries, offset = keys, 0
@@ -443,7 +443,7 @@ def test_known_masks_are_not_evaluated(name, offset, side):
 
 
 class Unread(TorchDispatchMode):
-    """Let nobody read a value of a tensor, as on a GPU."""
+    """A mode that fails when a value of a tensor is read, as on a GPU."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         """Refuse the operator behind ``item`` and ``bool``."""
@@ -452,7 +452,7 @@ class Unread(TorchDispatchMode):
 
 
 def test_padding_is_a_range():
-    """Padded queries see no keys, which is a range, too; every other key is none."""
+    """Padding at the ends leaves a range of keys; padding with holes does not."""
     padding = torch.tensor([[False, False, True], [True, True, False]])
     assert isinstance(drop_in._make_mask(2, 3, 3, attention_mask=padding), drop_in.KeyRanges)
     with Unread():
@@ -484,14 +484,14 @@ def test_layers_share_masks(name, monkeypatch):
 
 @pytest.mark.parametrize(("name", "rows"), [("prefix", True), ("dilated", False)])
 def test_other_masks_are_evaluated(name, rows):
-    """They are bounds of rows where they can be."""
+    """Other masks are evaluated, and become bounds of rows where they can."""
     function, _ = FUNCTIONS[name](2)
     mask = drop_in._make_mask(2, 9, 9, mask_function=function)
     assert isinstance(mask, drop_in.KeyRanges) == rows
 
 
 def test_mask_is_a_boolean_tensor():
-    """What models do with masks they may do with ours."""
+    """Our masks can be used as boolean tensors, as models do."""
     mask = drop_in._make_mask(2, 3, 5, 2)
     wanted = exact_mask(batch_size=2, q_length=3, kv_length=5, q_offset=2)
     assert (mask.dtype, mask.shape) == (wanted.dtype, wanted.shape)
@@ -559,13 +559,13 @@ def test_refuses_what_it_cannot(asked):
 
 
 def test_documents_of_a_batch():
-    """They are those of a batch of 1."""
+    """Packed documents are refused in a batch of more than 1."""
     q = torch.ones(2, 1, 3, 4)
     with pytest.raises(NotImplementedError, match=r"^cu_seq_lens_q: documents are packed in a"):
         drop_in._attend(None, q, q, q, None, cu_seq_lens_q=CU)
 
 
 def test_name():
-    """Transformers takes names with "flash" for kernels of its Hub."""
+    """A name with "flash" is refused: transformers takes it for a kernel of its Hub."""
     with pytest.raises(ValueError, match='name: wanted one without "flash", got'):
         drop_in.register("flashattn")

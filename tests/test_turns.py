@@ -16,24 +16,24 @@ class DriftingClock(timing.Clock):
     """A clock for calls that return their seconds, on a device that gets slower with each."""
 
     def __init__(self, lates=()):
-        """Take the numbers of the samples that are late."""
+        """Set the numbers of the samples that are late."""
         super().__init__()
         self.lates, self.taken, self.lead = set(lates), 0, None
 
     def cover(self, launch):
-        """Note for which launch."""
+        """Record the launch that is to be covered."""
         self.lead = launch
         return 1.0
 
     def samples(self, call, calls):
-        """Say what the calls return, and 1% more for each sample before."""
+        """Return what the calls return, plus 1% for each sample before."""
         self.taken += 1
         self.late = int(self.taken in self.lates)
         return [call() * (1 + self.taken / 100)] * calls, None
 
 
 def test_a_drift_hits_all_alike(monkeypatch):
-    """Twice as long is twice as long, where calls timed one after the other are three times off."""
+    """A call twice as long takes 2 times as long in turns, and 3 times one after the other."""
     monkeypatch.setattr(timing, "WARM_UP", 0.0)
     monkeypatch.setattr(timing, "BUDGET", 1e9)
     calls = {"short": Call(lambda: 1.0), "long": Call(lambda seconds: seconds, lambda: (2.0,))}
@@ -52,7 +52,7 @@ def test_a_drift_hits_all_alike(monkeypatch):
 
 
 def test_late_turns_are_taken_again(monkeypatch):
-    """A late sample is repeated; what stays late is kept and told."""
+    """A late sample is taken again; one that stays late is kept and reported."""
     monkeypatch.setattr(timing, "WARM_UP", 0.0)
     monkeypatch.setattr(timing, "MOST_ROUNDS", 5)
     stays = range(4, 5 + timing.RETAKES)
@@ -68,12 +68,12 @@ def test_late_turns_are_taken_again(monkeypatch):
 
 
 def test_no_call_has_no_turn():
-    """All cases of a group may be left out."""
+    """Without calls there are no turns: all cases of a group may be left out."""
     assert list(take_turns({}, DriftingClock())) == []
 
 
 def test_what_has_no_memory_beside_others_is_timed_alone(monkeypatch):
-    """Where one runs out of memory while they are timed, or otherwise fails, none has a turn."""
+    """If one call runs out of memory while they are timed, or otherwise fails, none has a turn."""
     monkeypatch.setattr(timing, "WARM_UP", 0.0)
     calls = iter(range(100))
 

@@ -1,4 +1,4 @@
-"""What PyTorch gets wrong is known where it does, and kept away from what is tested."""
+"""Known faults of PyTorch are found where they occur, and kept away from what is tested."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashattn.testing.upstream import INNER, products_mix_rows
 
 
 def test_a_product_that_mixes_rows_is_found():
-    """NaN that reaches the row before it is seen; NaN that stays in its rows is none."""
+    """NaN that reaches the row before it is a fault; NaN that stays in its row is none."""
 
     def mixed(left, right, inner):
         if left.shape[2] == inner:
@@ -23,7 +23,7 @@ def test_a_product_that_mixes_rows_is_found():
 
 
 def test_products_under_test_keep_rows_apart():
-    """Here no product mixes rows, on one thread or two; where oneDNN would it is turned off."""
+    """No product mixes rows here, on one thread or two; where oneDNN would, it is turned off."""
     assert not products_mix_rows()
     torch.set_num_threads(2)
     try:

@@ -39,7 +39,7 @@ def test_values_do_what_they_say(dtype):
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_are_finite(name, dtype):
-    """Every value can be held in every dtype, at any shape."""
+    """Every maker gives finite values in every dtype, at any shape."""
     for sizes in ({"seq_q": 70, "head_dim": 128}, {"seq_q": 3, "seq_kv": 1, "head_dim": 1}):
         problem = Problem(heads=2, **sizes, dtype=dtype)
         assert all(x.isfinite().all() for x in make_inputs(problem, values=name))

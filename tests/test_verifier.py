@@ -1,4 +1,4 @@
-"""The verifier: what may be timed, and what is right."""
+"""The verifier: which cases may be timed, and which results are right."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BIASED = replace(LONG, heads=4, kv_heads=2, bias="1hts", sink=True)
 
 
 def outputs(problem, device):
-    """Return what the reference gives: o, lse, dq, dk, dv, dbias, dsink."""
+    """Return the results of the reference: o, lse, dq, dk, dv, dbias, dsink."""
     graph = Graph(registry.get("reference"), problem, device, learned=True)
     o, lse = graph._call()
     grads = torch.autograd.grad(o, graph.inputs, graph.grad_o)
@@ -30,7 +30,7 @@ def outputs(problem, device):
 
 
 def test_a_graph_passes_options_on(device):
-    """What is asked of an implementation besides the problem arrives, at each call."""
+    """Options besides the problem reach the implementation at each call."""
     seen = []
 
     def call(q, *_, deterministic, **how):
@@ -46,7 +46,7 @@ def test_a_graph_passes_options_on(device):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Verify only the last queries of problems as small as a test's."""
+    """Verify only the last queries, even of problems as small as a test's."""
     monkeypatch.setattr(module, "SCORES_OF_A_GROUP", 1000)
     monkeypatch.setattr(module, "LAST", 40)
     module._expected.cache_clear()
@@ -55,7 +55,7 @@ def short(monkeypatch):
 
 
 def test_facts_are_noted(device):
-    """Admitting a case notes who, what, which pass, its flops and bytes, and why not."""
+    """Admitting a case records implementation, problem, pass, flops and bytes, and says why not."""
     facts = {}
     limited = registry.Impl(name="limited", call=print, limits=lambda p, d: "limited by nature")
     assert (
@@ -73,9 +73,9 @@ def test_facts_are_noted(device):
 @pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
 @pytest.mark.parametrize("problem", [PROBLEM, LONG, WINDOW, SUNK, BIASED], ids=str)
 def test_one_wrong_row_is_seen(device, problem, name):
-    """One row of the last head, wrong by a hundredth, fails, whichever output it is of.
+    """One row of the last head that is wrong by a hundredth fails, in any output.
 
-    Of a long problem it is one of the last queries and keys. Right results are admitted.
+    In a long problem it is one of the last queries and keys. Right results are admitted.
     """
     found = {key: x.detach().clone() for key, x in outputs(problem, device).items()}
     verifier = Verifier(registry.get("reference"), problem, device, {})
@@ -94,7 +94,7 @@ def test_one_wrong_row_is_seen(device, problem, name):
     ids=["of a head", "of batches", "of rows that are not verified"],
 )
 def test_a_wrong_gradient_of_a_bias_or_sinks_is_seen(device, problem, seen, name):
-    """Of the last head, unless others give to it that the verifier does not look at."""
+    """A wrong gradient of the last head fails, unless rows that are not verified add to it."""
     found = {key: x.detach().clone() for key, x in outputs(problem, device).items()}
     if name in found:
         found[name][-1, -1] += 0.1 * found[name].abs().max()

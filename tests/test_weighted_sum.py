@@ -13,7 +13,7 @@ EPS = torch.finfo(torch.float32).eps
 
 
 def assert_within(got, exact, bound):
-    """Hold fp32 results to a bound on their rounding."""
+    """Check fp32 results against a bound on their rounding."""
     assert got.dtype == torch.float32
     assert ((got.double() - exact).abs() <= bound).all()
 
@@ -66,6 +66,6 @@ def test_strides(device, change):
     ],
 )
 def test_bad_input(x, w, words):
-    """What does not fit is refused by name."""
+    """Arguments that do not fit are refused by name."""
     with pytest.raises(ValueError, match=words):
         weighted_sum(x, w)

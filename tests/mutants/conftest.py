@@ -1,4 +1,4 @@
-"""Runs ordinary tests on mutated copies of the package, and lists the verdicts."""
+"""Run ordinary tests on mutated copies of the package, and list the verdicts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CHOSEN = {
 PRELOADED = ["torch", "triton.runtime.interpreter", "triton.experimental.gluon.language"]
 PRELOADED += ["torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor"]
 PRELOADED += ["hypothesis.strategies", "pytest", "_pytest.pytester", "pytest_benchmark.plugin"]
-# Tests are named before they run. The first failure is enough: nobody needs it made small, and
-# nobody reads a rewritten assertion, or looks for what is lost at the end.
+# Tests are named before they run. The first failure is enough: it is not shrunk, assertions are
+# not rewritten, and nobody looks for lost exceptions at the end.
 OPTIONS = ("-x", "-v", "-p", "no:cacheprovider", "-p", "no:verdicts", "--assert=plain")
 OPTIONS += ("-p", "no:unraisableexception", "-p", "no:threadexception")
 OPTIONS += ("--hypothesis-profile", "at once")  # of suite.py
@@ -39,7 +39,7 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "COLUMNS": "
 
 @cache
 def forks():
-    """Start a process that has imported what takes seconds, and return what forks it."""
+    """Start a process that has made the slow imports, and return the context that forks it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
@@ -52,7 +52,7 @@ def forks():
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the tests said of one copy.
+    """The result of the tests on one copy.
 
     Args:
         code: pytest's exit status; None when it did not end in time, negative when it was killed.
@@ -70,7 +70,7 @@ class Verdict:
 
 
 def link(folder, source, changed=None):
-    """Lay out the entries of a folder by links, but for a file: that has a text of its own.
+    """Link to the entries of a folder, except for one file, which gets a text of its own.
 
     ``changed`` is the file's path in ``source``, and its text.
     """
@@ -111,7 +111,7 @@ def examine(folder, tests, chosen, mutant=None):
 
 
 def who_failed(output, code):
-    """Return the name of the failed test and what it said, or the one that the process died in."""
+    """Return the failed test and its message, or the test in which the process died."""
     failed = re.search(r"^FAILED (.+?)(?: - (.*))?$", output, re.MULTILINE)
     if failed:
         return failed[1], failed[2] or ""
@@ -123,7 +123,7 @@ def who_failed(output, code):
 
 @pytest.fixture
 def verdict(tmp_path, record_property):
-    """Return what examines a copy, mutated or not, and notes what is to be listed."""
+    """Return a function that examines a copy, mutated or not, and records its verdict."""
 
     def examined(tests, chosen, mutant=None):
         found = examine(tmp_path, tests, chosen, mutant)

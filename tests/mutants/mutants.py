@@ -1,7 +1,7 @@
-"""Bugs that a fused attention may well have, each as a change to one place of the source.
+"""Bugs that a fused attention may well have, each as a change in one place of the source.
 
 They are data: ``test_mutants.py`` applies one at a time to a copy of the package, in which the
-ordinary test that it names must then fail.
+ordinary test that the mutant names must then fail.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ class Mutant:
     """One bug.
 
     Args:
-        name: of its test.
+        name: the mutant's name, also of its test.
         path: the file below ``flashattn/``.
         found: text that this file has exactly once.
-        put: what stands there in the mutant.
+        put: the text that replaces it.
         symptom: what a user would see.
         caught: the function among the tests that sees it, or one of its cases.
     """
@@ -763,7 +763,7 @@ MUTANTS = [
         "scores are scaled for the width that the padding gives q and k",
         "tests/test_attention.py::test_values_of_another_width",
     ),
-    # Columns that a power of two has and a head does not
+    # Padding of head dims to a power of two
     Mutant(
         "padding_forgets_columns",
         "plan/tile.py",
@@ -907,7 +907,7 @@ MUTANTS = [
         "inputs are read as if they were contiguous",
         LAYOUTS,
     ),
-    # Launches that share what Triton compiled
+    # Launches that share compiled kernels
     Mutant(
         "launch_forgets_alignment",
         "kernels/launch.py",

@@ -16,7 +16,7 @@ os.chdir(FOLDER)  # noqa: F821
 os.environ.update(ENVIRONMENT)  # noqa: F821
 sys.path.insert(0, FOLDER)  # noqa: F821 - before what is installed
 torch.set_num_threads(1)
-sys.dont_write_bytecode = True  # links lead to that of the package that is not mutated
+sys.dont_write_bytecode = True  # links lead to the bytecode of the unmutated package
 hypothesis.settings.register_profile(
     "at once",
     max_examples=20,
@@ -28,5 +28,5 @@ hypothesis.settings.register_profile(
 with open("output.txt", "wb") as file:  # noqa: PTH123
     for stream in (1, 2):
         os.dup2(file.fileno(), stream)
-gc.freeze()  # what was imported before the fork: nobody need look through it again
+gc.freeze()  # what was imported before the fork need not be collected again
 sys.exit(pytest.main(ARGUMENTS))  # noqa: F821

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# The last is the interpreter's, of numbers that are none: a copy that reads what is not its own may
-# come upon a NaN that signals.
+# The last comes from the interpreter: a mutant that reads memory that is not its own may find a
+# signaling NaN.
 SAID = (
     "assert ",
     "AssertionError",
@@ -24,12 +24,12 @@ IN_PYTORCH = (
     "masks.py",
     "resolve.py",
     "tiled.py",
-)  # what every implementation has would do
+)  # tests of any implementation would do
 MUTANTS = runpy.run_path(str(Path(__file__).with_name("mutants.py")))["MUTANTS"]
 
 
 def test_mutants_apply():
-    """Every mutant's text is in the source exactly once, changes it, and has a name of its own."""
+    """Every mutant's text is in the source exactly once, changes it, and has a unique name."""
     for mutant in MUTANTS:
         source = (ROOT / "flashattn" / mutant.path).read_text()
         assert mutant.applied(source) != source
@@ -43,7 +43,7 @@ def chosen(mutant):
 
 
 def parameter(mutant):
-    """Return what ``test_mutant`` is given, and which files say whether it is caught."""
+    """Return a parameter of ``test_mutant``, marked with the files that it concerns."""
     paths = f"flashattn/{mutant.path}", mutant.caught.partition("::")[0]
     mark = pytest.mark.concerns(*paths, of=repr(mutant))
     return pytest.param(mutant, id=mutant.name, marks=mark)

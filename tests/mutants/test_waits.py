@@ -1,4 +1,4 @@
-"""Whatever the Hopper kernels wait for, signal or fence: leaving it out is seen on a CPU."""
+"""Leaving out any wait, signal or fence of the Hopper kernels is noticed on a CPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CALLS = {"wait", "arrive", "producer_acquire", "consumer_wait", "consumer_releas
 CALLS |= {"fence_async_shared", "consumer_barrier", "wait_eq", "fence_acquire", "arrive_inc"}
 CALLS |= {"barrier_wait", "barrier_arrive", "producer_commit"}
 CALLS |= {"clean_keys", "clean_queries", "keep_rows"}
-ORDERS = 6  # of events; whatever can be seen is seen in the first four
-# What may be left out there, and why nobody sees it.
+ORDERS = 6  # of events; all that can be noticed is noticed in the first four
+# Calls that may be left out there, and why nobody notices.
 UNSEEN = {
     "forward flashattn_hopper_fwd fence_async_shared()": "barriers are set up at once",
     "backward consumer tma.store_wait(0)": "stores go on where a program has ended",
@@ -59,9 +59,9 @@ FOUND = list(calls())
 
 
 def with_nan_behind(call, problem):
-    """Return a call whose queries, keys, values and dO that are in no document are NaN.
+    """Return a call in which queries, keys, values and dO in no document are NaN.
 
-    So are keys and values of a first one without queries.
+    So are keys and values of a first document without queries.
     """
     queries, keys = map(sum, zip(*problem.documents, strict=True))
     unseen = problem.documents[0][1] if not problem.documents[0][0] else 0
@@ -69,7 +69,7 @@ def with_nan_behind(call, problem):
     def fill(x, end, begin=0):
         rows = torch.arange(x.shape[2])
         filled = x.index_fill(2, rows[(rows < begin) | (rows >= end)], float("nan"))
-        return x + (filled - x).detach()  # what gradients there are is seen
+        return x + (filled - x).detach()  # gradients of the filled rows are seen
 
     def poisoned(q, k, v):
         o, lse = call(fill(q, queries), fill(k, keys, unseen), fill(v, keys, unseen))
@@ -80,7 +80,7 @@ def with_nan_behind(call, problem):
 
 
 def right(asked, seed, edit):
-    """Return whether an edited kernel answers right."""
+    """Return whether an edited kernel gives the right result."""
     problem, config, how, *_ = asked
     call = attend(problem, config, how)
     if problem.documents is not None:
@@ -93,7 +93,7 @@ def right(asked, seed, edit):
 
 
 def survives(file, line):
-    """Return whether all is right without a line, in any of some orders of events."""
+    """Return whether all results are right without a line, in every order of events tried."""
 
     def edit(path, text):
         lines = text.split("\n")
@@ -106,7 +106,7 @@ def survives(file, line):
 
 
 def parameter(name, file, line):
-    """Return what the test is given, and which files say whether the line counts."""
+    """Return a parameter of the test, marked with the files that it concerns."""
     marks = pytest.mark.concerns(f"flashattn/kernels/hopper/{file}.py", *EMULATED["CONCERNED"])
     return pytest.param(name, file, line, id=f"{file}-{line}", marks=marks)
 
@@ -114,12 +114,12 @@ def parameter(name, file, line):
 @pytest.mark.mutants
 @pytest.mark.parametrize(("name", "file", "line"), [parameter(*one) for one in FOUND])
 def test_every_wait_counts(name, file, line):
-    """Without it an answer is wrong, or all wait for ever, unless it is known to be unseen."""
+    """Without any one call a result is wrong or all wait forever, unless it is known as unseen."""
     assert survives(file, line) == (name in UNSEEN)
 
 
 def test_what_is_unseen_is_there():
-    """The list has no line that is gone, and the lines are those of the kernels that were run."""
+    """All listed lines exist, and the lines are those of the kernels that were run."""
     assert {name for name, *_ in FOUND} >= set(UNSEEN)
     assert len(FOUND) > 60
     assert Path(backward.__file__).parent == HOPPER

@@ -41,7 +41,7 @@ def explain(
 
 
 def test_a_plan_for_an_h200_prints_on_a_laptop():
-    """Kernel, tile, scheduler and workspaces of both passes, and a sentence for each decision."""
+    """A plan prints kernel, tile, scheduler and workspaces of both passes, and each reason."""
     plan = explain(causal=True)
     assert (
         str(plan)
@@ -134,7 +134,7 @@ def test_why(how, kernels, sentence):
     ],
 )
 def test_what_cannot_be_explained_is_refused(how, words):
-    """By the sentence that attention gives, or one that names the argument."""
+    """What has no plan is refused with attention's own reason, or by the argument's name."""
     with pytest.raises(ValueError, match=words):
         explain(**how)
 
@@ -151,9 +151,9 @@ def test_a_gpu_of_ones_own():
 @pytest.mark.parametrize("seq_q", [4096, 8192, 16384])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_no_sm_idles_behind_the_last_section(head_dim, seq_q, heads):
-    """Tiles in the order of their sections, each on the SM that is free first, end together.
+    """If tiles run in section order, each on the first free SM, all SMs end nearly together.
 
-    A tile takes a step for each tile of keys, and 2.5 more (docs/tuning-log.md).
+    A tile costs one step per tile of keys, plus 2.5 (docs/tuning-log.md).
     """
     plan = explain(heads=heads, kv_heads=heads, seq_q=seq_q, head_dim=head_dim, causal=True).forward
     rows, keys = plan.tile.block_q, plan.tile.block_kv
@@ -162,7 +162,7 @@ def test_no_sm_idles_behind_the_last_section(head_dim, seq_q, heads):
 
 
 def test_no_sm_idles_behind_the_last_documents():
-    """Their tiles are drawn in the order of their places, of all heads at once."""
+    """Tiles of documents are drawn by position, of all heads at once, and keep all SMs busy."""
     q = TensorSpec.of(torch.empty(1, 16, 16384, 128, device="meta", dtype=torch.bfloat16))
     plan = choose_forward((q, q, q), CARDS["h200"], Options(None, 0.1, bounds=1, family="hopper"))
     starts = zip(accumulate(UNEQUAL, initial=0), UNEQUAL, strict=False)
@@ -174,7 +174,7 @@ def test_no_sm_idles_behind_the_last_documents():
 
 
 def busy(heads, section, steps):
-    """Return how busy SMs are until the last one ends; ``steps`` are of the tiles of a head."""
+    """Return the fraction of time that SMs are busy; ``steps`` are those of a head's tiles."""
     sms = [0.0] * 132
     for first in range(0, heads, section):
         for cost in reversed(steps):
@@ -188,13 +188,13 @@ def busy(heads, section, steps):
     [(32, 8, 8), (28, 8, 7), (10, 2.67, 2), (21, 5.3, 6), (16, 3, 4), (32, 96, 32), (8, 0.4, 1)],
 )
 def test_sections_have_as_many_heads(heads, wanted, section):
-    """Sections are equal if the number of heads allows it, or the last one has fewer."""
+    """Sections are equal if the number of heads allows it; otherwise the last has fewer."""
     assert equal_sections(heads, wanted) == section
 
 
 @pytest.mark.parametrize("card", CARDS)
 def test_what_is_launched_is_what_was_planned(card):
-    """Of 60 problems drawn anew: the kernels of both passes, by their numbers of programs."""
+    """For 60 random problems both passes launch the planned numbers of programs."""
     for case in random.SystemRandom().sample(cases(), 60):
         found = plans(case, CARDS[card])
         if not isinstance(found, str):
@@ -251,7 +251,7 @@ def test_narrow_values(how, padded):
 
 @pytest.mark.parametrize(("head_dim", "on_an_sm"), [(16, 2), (32, 2), (64, 1), (128, 1), (256, 1)])
 def test_decoding_splits_for_as_many_programs_as_share_an_sm(head_dim, on_an_sm):
-    """Two, or one where its tiles in flight take more than half of the shared memory."""
+    """An SM gets two programs, or one whose tiles in flight need over half of shared memory."""
 
     def decoding(seq_kv):
         how = {"heads": 12, "kv_heads": 4, "seq_q": 1, "causal": False}

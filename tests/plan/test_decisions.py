@@ -1,4 +1,4 @@
-"""Decisions are those of the golden list: all by its command, some of them here."""
+"""Decisions equal the golden list: some are checked here, and all by its command."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ GOLDEN = Path(__file__).with_name("decisions.json.xz")
 
 
 def test_some_decisions_are_the_golden_ones():
-    """Other blocks of the list on each run, of every card; ``--check`` compares them all."""
+    """Random blocks of the list are right, for every card; ``--check`` compares all blocks."""
     blocks = random.SystemRandom().sample(range(COUNT // BLOCK), 8)
     assert not differences(GOLDEN, blocks), f"blocks {blocks}"

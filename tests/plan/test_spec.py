@@ -1,4 +1,4 @@
-"""What plans know of a tensor is what PyTorch does with it."""
+"""Tensor specs, which plans are made from, agree with PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = st.lists(st.integers(1, 3), min_size=4, max_size=4)
     expanded=st.sets(st.integers(0, 3), max_size=1),
 )
 def test_like_is_empty_like(sizes, order, steps, expanded):
-    """In any order of dimensions, with gaps, and expanded."""
+    """``like`` is ``empty_like``: in any order of dimensions, with gaps, and expanded."""
     x = torch.empty([n * step for n, step in zip(sizes, steps, strict=True)])
     x = x[tuple(slice(None, None, step) for step in steps)].permute(*order)
     for dim in expanded:
@@ -38,7 +38,7 @@ def test_like_is_empty_like(sizes, order, steps, expanded):
     order=st.randoms(use_true_random=False),
 )
 def test_contiguous_is_of_pytorch(sizes, step, order):
-    """In any order of dimensions, with gaps, expanded, and without elements."""
+    """``contiguous`` is PyTorch's: in any order of dimensions, with gaps, expanded, empty."""
     x = torch.empty([*sizes[:-1], sizes[-1] * step])[..., ::step]
     expanded = x[:1].expand(3 if sizes[0] else 0, *x.shape[1:])
     for each in (x, x.permute(order.sample(range(x.ndim), x.ndim)), expanded):
@@ -53,7 +53,7 @@ def one_off(x):
 @pytest.mark.parametrize("layout", [*LAYOUTS, "one off"])
 @pytest.mark.parametrize("like_rows", [True, False])
 def test_what_is_rewritten_is_aligned(layout, like_rows):
-    """A copy has the values, lies as its spec says, and TMA reaches it; rows' numbers are dense."""
+    """A copy keeps the values, has its spec's layout, and suits TMA; row statistics are dense."""
     x = LAYOUTS.get(layout, one_off)(torch.randn(2, 3, 5, 72, dtype=torch.float16))
     x = x if like_rows else x[..., 0]
     copy, spec = rewrite(x), TensorSpec.of(x).rewritten()

@@ -1,4 +1,4 @@
-"""A made-up run with a few rows of every study, whose numbers a reader can check in the head."""
+"""A made-up run with a few rows of every study, whose numbers are easy to check by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFuncto
 
 
 def row(study, seconds=None, status="ok", **facts):
-    """Return a row of one case; with a time where that is given."""
+    """Return a row of one case, with a time if one is given."""
     if seconds is not None:
         facts = {"seconds": seconds, "mean": 1.1 * seconds, "std": 0.1 * seconds} | facts
         facts |= {"clock": "device time, cold L2", "sm_hertz": 1.755e9, "throttled": []}
@@ -28,9 +28,9 @@ def row(study, seconds=None, status="ok", **facts):
 
 
 def lm():
-    """Return train steps of two sizes: 4e13 flops; each choice halves the time.
+    """Return training steps of two sizes, of 4e13 flops each; each choice halves the time.
 
-    And long ones, in which ours is 1.25 and 3 times as fast as the fastest peer.
+    In the long steps ours is 1.25 and 3 times as fast as the fastest peer.
     """
     case = {"context": 1024, "batch": 4, "step": "train", "flops": 4e13, "precision": "bf16"}
     settings = [("naive", False, 0.4), ("sdpa", False, 0.1), ("triton", False, 0.2)]
@@ -82,7 +82,7 @@ def profile():
 
 
 def precision():
-    """Return two sums, what two autocasts give, and a LayerNorm that overflows."""
+    """Return two sums, the dtypes under two autocasts, and a LayerNorm that overflows."""
     for accumulator, result in (("bfloat16", 4.0), ("float32", 10.000133514404297)):
         facts = {"accumulator": accumulator, "addend": accumulator, "cast": "none", "value": 0.01}
         curve = [[n, min(n * 0.01, result)] for n in range(0, 1000, 100)] + [[1000, result]]
@@ -108,7 +108,7 @@ def memory():
 
 
 def attention():
-    """Return both passes: naive attention's bytes grow with N² and end, ours grow with N."""
+    """Return both passes: naive attention's bytes grow with N² until OOM, ours grow with N."""
     for (impl, power), n, name in product(
         (("naive", 2), ("triton", 1)), (256, 1024, 4096), ("forward", "backward")
     ):
@@ -184,7 +184,7 @@ def scores():
 
 
 def launch():
-    """Return the host's microseconds of a call, both ways, and what nobody falls below."""
+    """Return the host's microseconds per call, in both modes, and the floor for all of them."""
     for impl, micros in (("sdpa", 20), ("triton", 30), ("floor", 10)):
         for mode in ("eager", "graph"):
             if (impl, mode) != ("floor", "graph"):
@@ -194,7 +194,7 @@ def launch():
 
 
 def integrations():
-    """Return calls, of which activating costs 2% or 10 µs, and steps twice as fast as SDPA's."""
+    """Return calls in which activating costs 2% or 10 µs, and steps twice as fast as SDPA's."""
     names = ("sdpa, activated", "attention", "sdpa")
     for part, bits, seconds in (
         ("device", True, (0.0102, 0.01, 0.02)),
@@ -224,7 +224,7 @@ def parallel():
 
 
 def accuracy():
-    """Return the errors of two, one above its budget, and the clauses that they keep."""
+    """Return the errors of two implementations, one above its budget, and their clauses."""
     for impl, largest, verdict in (("triton", 1.0, "keeps"), ("naive", 3.0, "breaks")):
         error = {"max": largest, "mean": 0.1, "bias": 0.01, "max_budget": 2.0, "mean_budget": 0.2}
         errors = {"normal": {"o": error, "dq": error}, "huge_v": {"o": error}}
@@ -235,9 +235,9 @@ def accuracy():
 
 @pytest.fixture(scope="session")
 def expected():
-    """Return what gives the expected lines of a study, of a table, or of changed rows.
+    """Return the expected lines of each study, table and set of changed rows, by name.
 
-    They are sentences, lines of tables with bars between their cells, and points of pictures.
+    The lines are sentences, rows of tables with bars between cells, and points of pictures.
     """
     text = Path(__file__).with_name("expected.txt").read_text(encoding="utf-8")
     sections = dict(section.split("\n", 1) for section in text.removeprefix("# ").split("\n# "))
@@ -246,7 +246,7 @@ def expected():
 
 @pytest.fixture(scope="session")
 def keep():
-    """Return what writes a kept run of some rows, or of other entries, and returns its path."""
+    """Return a function that writes a kept run of rows, or of other entries, to a path."""
 
     def write(path, *rows, machine="nvidia-h200", made="2026-01-01", **entries):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -285,5 +285,5 @@ def made_run():
 
 @pytest.fixture(scope="session")
 def made_pictures(made_run):
-    """What every study draws of the made-up run, by its name and the picture's."""
+    """Return the pictures of the made-up run, by the study's name and the picture's."""
     return {study.NAME: study.pictures(made_run) for study in STUDIES}

@@ -24,7 +24,7 @@ def run(*rows, made="2026-01-01", number="0001"):
 
 
 def test_speed_is_the_geometric_mean_over_the_fastest_peer():
-    """Eight times as fast and half as fast is twice as fast, in one problem of two."""
+    """Speedups of 8 and 0.5 have the geometric mean 2, and one problem of two is faster."""
     (card,) = cards(run(speeds(1.0, 8.0), speeds(1.0, 0.5, n=1024)))
     assert (card.study, card.title, card.value) == ("flash", "Forward pass", "2.00x")
     assert card.text == (
@@ -44,20 +44,20 @@ def test_old_kernels_do_not_count():
 
 
 def test_numbers_are_the_made_up_run_s(made_run, expected):
-    """The step, the errors and the memory are those that the rows say, with what they are over."""
+    """The cards' numbers are those of the rows, and say which rows they cover."""
     found = [f"{c.study}|{c.title}|{c.value}|{c.text}|{c.origin}" for c in cards(made_run)]
     assert found == expected["cards"]
 
 
 def test_a_run_without_ours_has_no_number(made_run):
-    """Peers alone are no answer, and nothing is drawn of them."""
+    """A run without our kernels has no cards and no picture."""
     peers = [row for row in made_run.rows if row.get("impl") not in ("triton", "hopper")]
     assert cards(replace(made_run, rows=peers)) == []
     assert explorer(replace(made_run, rows=peers)) is None
 
 
 def test_filters_offer_what_was_measured(made_run):
-    """Each filter has the values of the rows; the first choice is one that was measured."""
+    """Filters offer the values of the rows; the first choice is one that was measured."""
     picture, choices = explorer(made_run)
     assert choices == {
         "pass": ["forward"],

@@ -1,4 +1,4 @@
-"""The command: a page of what was kept, a run in the terminal, two runs compared."""
+"""The command: a page of the kept runs, a run in the terminal, two runs compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_page_is_of_all_runs_of_the_newest_accelerator(folder, keep, capsys):
-    """Without arguments the parts of the accelerator measured last become one page."""
+    """Without arguments the runs of the accelerator measured last become one page."""
     keep(folder / "0001_x.json", row("triton", 3e-5))
     keep(folder / "0002_x.json", row("sdpa", 1e-5), made="2026-01-02")
     keep(folder.parent / "cpu" / "0001_x.json", row("flex"), machine="cpu", made="2025-01-01")
@@ -35,7 +35,7 @@ def test_page_is_of_all_runs_of_the_newest_accelerator(folder, keep, capsys):
 
 
 def test_accelerator_runs_and_output_are_options(folder, keep, capsys):
-    """Another accelerator's page, or one of named runs, can be asked for, in another folder."""
+    """Another accelerator, some named runs and another folder for the page can be chosen."""
     path = keep(folder / "0001_x.json", row("triton"), made="2026-01-02")
     keep(folder / "0002_x.json", row("sdpa"), made="2026-01-02")
     keep(folder.parent / "cpu" / "0001_x.json", row("flex"), machine="cpu", made="2025-01-01")
@@ -70,7 +70,7 @@ def test_compare_prints_verdicts(folder, keep, capsys):
     ],
 )
 def test_mistake_is_one_line(folder, keep, capsys, arguments, wanted):
-    """What cannot be done ends in status 2 and a line that says what is missing."""
+    """A mistake ends with status 2 and a line that says what is missing."""
     if arguments:
         keep(folder / "0001_x.json", row("triton"))
         keep(folder.parent / "cpu" / "0001_x.json", row("triton"), machine="cpu")

@@ -1,4 +1,4 @@
-"""The tables of README and docs: made from rows, fresh, and the only place of measured numbers."""
+"""Tables of README and docs: made from rows, fresh, and the only place for measured numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_tables_are_fresh():
 
 
 def test_record_is_of_one_clean_commit():
-    """Numbers that stand beside each other were measured on the same code."""
+    """All kept runs are of one clean commit, so that numbers side by side are of the same code."""
     runs = kept(ROOT / ".benchmarks", H200)
     assert len({(run.commit["id"], run.sources) for run in runs}) == 1
     assert not any(run.commit["dirty"] for run in runs)
@@ -39,7 +39,7 @@ def test_record_is_of_one_clean_commit():
 
 @pytest.mark.parametrize("path", pages(ROOT), ids=lambda path: path.name)
 def test_text_holds_no_measured_number(path):
-    """What is measured stands in a table that is made, or in the log."""
+    """Measured numbers stand only in tables made from rows, and in the log."""
     if path.name == LOG:
         return
     text = CODE.sub("", TABLE.sub("", path.read_text(encoding="utf-8")))
@@ -47,7 +47,7 @@ def test_text_holds_no_measured_number(path):
 
 
 def test_every_table_is_quoted():
-    """One that no page asks for is dead."""
+    """Every table is used by a page."""
     text = "".join(path.read_text(encoding="utf-8") for path in pages(ROOT))
     assert {found[1] for found in TABLE.findall(text)} == {*EXCERPTS}
 
@@ -66,13 +66,13 @@ def run(made_run):
 
 @pytest.mark.parametrize("name", TABLES.split())
 def test_numbers(run, expected, name):
-    """A made-up run whose answers a reader can check in the head."""
+    """The numbers of each table are those of the made-up run."""
     table = EXCERPTS[name].table(run)
     assert ["|".join(line) for line in (table.header, *table.lines)] == expected[f"table: {name}"]
 
 
 def test_a_stale_table_is_seen(tmp_path, capsys, made_run, monkeypatch):
-    """And mended, without ``--check``."""
+    """``--check`` reports a stale table, and without ``--check`` the table is updated."""
     monkeypatch.setattr("flashattn.report.__main__.kept", lambda *_: [made_run])
     page = tmp_path / "README.md"
     page.write_text("Text 1.\n\n<!-- table: masks -->\n\n| old |\n<!-- end -->\n\nText 2.\n")
@@ -89,7 +89,7 @@ def test_a_stale_table_is_seen(tmp_path, capsys, made_run, monkeypatch):
 
 
 def test_tables_that_cannot_be_made(made_run):
-    """One that was not measured says what measures it; one that does not exist is an error."""
+    """A table that was not measured says what measures it; an unknown table is an error."""
     text = "<!-- table: {} -->\n<!-- end -->\n"
     empty = render(text.format("parallel"), replace(made_run, rows=[]))
     assert "`pytest benchmarks/bench_parallel.py` measures it" in empty

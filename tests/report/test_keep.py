@@ -14,13 +14,13 @@ FACTS = {"study": "x", "status": "ok", "reason": None}
 
 
 def header(commit=COMMIT, *, dirty=False):
-    """Return what a journal begins with."""
+    """Return the header of a journal."""
     return {"machine_info": MACHINE, "commit_info": {"id": commit, "dirty": dirty}, "roofs": {}}
 
 
 @pytest.fixture
 def unfinished(tmp_path):
-    """Return what writes an unfinished run of one row, timed three times."""
+    """Return a function that writes an unfinished run of one row, timed three times."""
 
     def write(name, case="a", **facts):
         journal = Journal(tmp_path / "nvidia-h200" / f"{name}.jsonl")
@@ -32,7 +32,7 @@ def unfinished(tmp_path):
 
 
 def test_what_was_timed_is_kept_without_samples(tmp_path, keep, unfinished, capsys):
-    """Rows are what they were but for their samples; older runs of the commit keep their names."""
+    """Kept rows lose only their samples; older runs of the commit keep their names."""
     folder = tmp_path / "nvidia-h200"
     commit = {"commit_info": {"id": COMMIT, "dirty": False}}
     cases = [{"extra_info": FACTS | {"name": "b"}, "stats": STATS | {"data": [1.0, 2.0, 3.0]}}]
@@ -40,7 +40,7 @@ def test_what_was_timed_is_kept_without_samples(tmp_path, keep, unfinished, caps
     paths = [saved, unfinished("unfinished-part2of2-20260102T030405-67"), unfinished("loose")]
     unfinished("0002_c0ffeec-old", case="old")
     gone = unfinished("0001_5eed5ee", commit=OTHER)
-    # With all that was measured, and perhaps committed nowhere.
+    # A finished run of another commit stays: it has samples, and may be committed nowhere.
     other = keep(folder / "0001_5eed5eed5e.json", **commit | {"commit_info": {"id": OTHER}})
     before = {path: load(path) for path in paths}
     main(["keep", *map(str, paths)])
@@ -69,7 +69,7 @@ def test_what_was_timed_is_kept_without_samples(tmp_path, keep, unfinished, caps
     ],
 )
 def test_others_are_refused(unfinished, capsys, facts, said):
-    """Runs of two commits, of changed code or of no commit: a sentence, and nothing is touched."""
+    """Runs of two commits, of changed code or of no commit are refused, and no file changes."""
     paths = [unfinished(f"unfinished-{i}", **of) for i, of in enumerate(facts)]
     before = {path: path.read_text() for path in paths}
     with pytest.raises(SystemExit):
@@ -79,7 +79,7 @@ def test_others_are_refused(unfinished, capsys, facts, said):
 
 
 def test_one_folder_at_a_time(tmp_path, unfinished, capsys):
-    """Runs of two machines have two folders."""
+    """Runs from two folders, as of two machines, are refused."""
     one = unfinished("unfinished-1")
     other = tmp_path / "other" / "unfinished-1.jsonl"
     other.parent.mkdir()

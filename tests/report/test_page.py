@@ -1,4 +1,4 @@
-"""The page: it needs nothing beside it, breaks nowhere, and works in a browser, wide and narrow."""
+"""The page: it is self-contained and well-formed, and works in a browser, wide and narrow."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update"),
     *("--allow-file-access-from-files", "--virtual-time-budget=20000"),
 )
-PHONE, HEIGHT = 390, 844  # pixels of a phone; a laptop shows as much of the page's height
+PHONE, HEIGHT = 390, 844  # pixels of a phone; a laptop shows as much height
 TAGS = "section details summary table thead tbody tr th td ul li figure p form label select"
 KEPT = Path(__file__).parents[2] / ".benchmarks"
 GROUNDS = {False: "rgb(255, 255, 255)", True: "rgb(20, 23, 28)"}  # by whether it is dark
-# A window is at least 500 pixels wide, a frame in it as narrow as it is told to be.
+# A window is at least 500 pixels wide; a frame in it may be narrower.
 FRAME = """<!doctype html><body style="margin:0">
 <iframe id="page" src="probe.html" style="border:0" width="{width}" height="{height}"></iframe>
 <pre id="said"></pre>
 <script>
 addEventListener("message", (event) => {{ said.textContent = event.data; }});
 </script></body>"""
-# Ahead of the page's own script, to hear what goes wrong in it.
+# Runs before the page's own script, and records its errors.
 LISTEN = """<script>
 const wrong = [];
 addEventListener("error", (event) => wrong.push(String(event.message || event.target)), true);
@@ -44,7 +44,7 @@ addEventListener("unhandledrejection", (event) => wrong.push(String(event.reason
 addEventListener("securitypolicyviolation", (event) => wrong.push(event.blockedURI));
 for (const name of ["error", "warn"]) console[name] = (...words) => wrong.push(words.join(" "));
 </script>"""
-# After it: click, press, choose, measure, and tell the window around.
+# Runs after it: clicks, chooses, measures, and reports to the outer window.
 ASK = """<script>
 const root = document.documentElement;
 const all = (query) => [...document.querySelectorAll(query)];
@@ -129,7 +129,7 @@ def page(made_run, tmp_path_factory):
 
 
 def test_every_study_is_on_the_page(page, made_run, made_pictures):
-    """After the answer a section for each study, with its findings, pictures and tables."""
+    """After the answer each study has a section, with its findings, pictures and tables."""
     text = unescape(page.read_text())
     places = [text.index(f'id="{study.NAME}"') for study in STUDIES]
     assert places == sorted(places)
@@ -148,7 +148,7 @@ def test_every_study_is_on_the_page(page, made_run, made_pictures):
 
 
 def test_every_tag_is_closed_and_every_row_is_whole(page):
-    """The page parses: what opens is closed, and a row has a cell for each name in the head."""
+    """Every tag that opens is closed, and a row has a cell for each name in the head."""
     text = page.read_text()
     for tag in TAGS.split():
         assert len(re.findall(f"<{tag}[ >]", text)) == text.count(f"</{tag}>") > 0
@@ -158,7 +158,7 @@ def test_every_tag_is_closed_and_every_row_is_whole(page):
 
 
 def test_page_needs_nothing_beside_it(page):
-    """Neither a file nor the network, which its policy forbids; every link is within the page."""
+    """The page needs no file and no network, which its policy forbids; every link is internal."""
     text = re.sub(r'<script id="library".*?</script>', "", page.read_text(), flags=re.DOTALL)
     links = re.findall(r'(?:src|href)\s*=\s*"([^"]*)"', text)
     assert links
@@ -168,7 +168,7 @@ def test_page_needs_nothing_beside_it(page):
 
 
 def test_page_of_the_kept_runs_is_small(tmp_path):
-    """The page of all that is kept in the repository has at most two million bytes."""
+    """The page of all runs that the repository keeps has at most two million bytes."""
     page = write(merge(kept(KEPT, "nvidia-h200")), tmp_path)
     assert page.stat().st_size <= 2_000_000
 
@@ -182,7 +182,7 @@ def test_pictures_are_kept_beside_the_page(page, made_pictures):
 
 
 def test_packed_data_are_the_records():
-    """The data of a picture are CSV on the page; what is false or not there is empty."""
+    """The data of a picture are CSV on the page; false and missing values are empty."""
     records = [{"panel": "a, b", "x": 1, "ours": True}, {"panel": "<c>", "y": 0.5, "ours": False}]
     text = packed({"data": {"values": records}})
     assert "<" not in text
@@ -191,7 +191,7 @@ def test_packed_data_are_the_records():
 
 
 def test_nothing_from_a_run_is_markup(made_run, tmp_path):
-    """Names, reasons, kernels and machines may hold anything: it is shown and not obeyed."""
+    """Names, reasons, kernels and machines may hold any text: it is shown, and is never markup."""
     evil = '</script><script>alert(\'"&")</script>'
     kernels = [{"name": evil, "category": evil, "calls": 1, "seconds": 1.0}]
     facts = {"study": "profile", "name": evil, "status": "ok", "reason": None}
@@ -217,7 +217,7 @@ def test_a_page_without_pictures_or_a_gpu(tmp_path):
 
 
 def asked(page, folder, width, *, dark):
-    """Open the page in a frame of this width, click around, and return what it says."""
+    """Open the page in a frame of this width, click around, and return what it reports."""
     text = page.read_text()
     probed = text.replace("<style>", LISTEN + "<style>", 1).replace("</body>", ASK + "</body>", 1)
     (folder / "probe.html").write_text(probed)
@@ -240,7 +240,7 @@ def numbers(cells):
 
 @pytest.fixture(scope="module", params=[(1280, False), (PHONE, True)], ids=["wide", "phone"])
 def said(page, tmp_path_factory, request):
-    """What the page says in a browser, on a light screen and on a dark phone."""
+    """Return what the page reports in a browser, on a light screen or on a dark phone."""
     if BROWSER is None:
         pytest.skip("no Chromium is installed to open the page in")
     width, dark = request.param
@@ -249,7 +249,7 @@ def said(page, tmp_path_factory, request):
 
 
 def test_page_fits_a_browser(said):
-    """Nothing goes wrong, nothing scrolls sideways, and the first number is seen at once."""
+    """The page has no errors, does not scroll sideways, and shows its first number at once."""
     assert said["wrong"] == []
     assert said["width"] == said["wanted"]
     assert said["scroll"] <= said["room"]
@@ -259,7 +259,7 @@ def test_page_fits_a_browser(said):
 
 
 def test_charts_are_drawn_when_they_are_seen(said):
-    """One chart at first; those of a study when it is opened, also by a card's link."""
+    """One chart is drawn at first; those of a study when it is opened, also by a card's link."""
     assert said["closed"]["charts"] == 1
     assert said["linked"]
     assert len(said["charts"]) == said["figures"] > 10
@@ -276,7 +276,7 @@ def test_points_tell_their_numbers_and_names_single_out(said):
 
 
 def test_filters_show_what_was_measured(said):
-    """A peer alone is compared with; a choice that was not measured moves the other filters."""
+    """One peer can be compared with; a choice that was not measured moves the other filters."""
     assert said["first"]["chosen"]["mask"] == "full"
     assert "1.25x" in said["first"]["texts"]  # over sdpa
     assert said["naive"]["chosen"] == said["first"]["chosen"] | {"peer": "naive"}
@@ -289,7 +289,7 @@ def test_filters_show_what_was_measured(said):
 
 
 def test_tables_sort_both_ways(said):
-    """A click on a head sorts by number, another the other way; names sort by their numbers."""
+    """A click on a head sorts by number, the next reverses it; names sort by their numbers."""
     rising, others = numbers(said["rising"])
     assert rising == sorted(rising)
     assert rising != numbers(said["before"])[0]
@@ -303,6 +303,6 @@ def test_tables_sort_both_ways(said):
 
 
 def test_page_and_charts_follow_the_theme(said):
-    """The ground is the system's, light or dark, and the charts' labels have the text's colour."""
+    """The background follows the system's theme, and chart labels have the text's colour."""
     assert said["ground"] == GROUNDS[said["dark"]]
     assert said["label"] == said["ink"]

@@ -1,4 +1,4 @@
-"""What pictures share: ours stands out, lengths are plain numbers, all fit the width they get."""
+"""All pictures: ours stands out, lengths are plain numbers, and each fits its width."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashattn.report import plot
 
 X, Y = plot.lengths([1, 2, 4]), plot.quantity("y", "ms")
 GROUNDS = ("#ffffff", "#14171c")  # of the page, light and dark
-CONTRAST = 3  # of lines and fields with their ground: WCAG 2.1, 1.4.11
+CONTRAST = 3  # of lines and fields with the background: WCAG 2.1, 1.4.11
 
 
 def points(*names, panels=("",), **facts):
@@ -47,7 +47,7 @@ def test_colours_can_be_seen_on_both_grounds():
 
 
 def test_colour_stays_with_its_name():
-    """A name has the same colour in every picture, also one that nobody knew."""
+    """A name has the same colour in every picture, even if the name is unknown."""
     assert plot.colour("sdpa") == plot.COLOURS["sdpa"]
     assert plot.colour("mine") == plot.CYCLE[1]  # in every process
     alone = [plot.COLOURS[name] for name in plot.COLOURS if name != plot.BEST]
@@ -55,7 +55,7 @@ def test_colour_stays_with_its_name():
 
 
 def test_ours_stands_out(tmp_path):
-    """Our line is thicker, and the last to be drawn; it is the first in the legend."""
+    """Our line is thicker, is drawn last, and comes first in the legend."""
     made = plot.lines("title", points("hopper", "sdpa"), X, Y)
     assert [record["name"] for record in made["data"]["values"]] == ["sdpa"] * 2 + ["hopper"] * 2
     text = drawn(made, tmp_path)
@@ -69,16 +69,16 @@ def test_ours_stands_out(tmp_path):
 
 
 def test_lengths_are_plain_numbers(tmp_path):
-    """The axis of lengths is a logarithm of base two and is labelled 128, 1k, 64k."""
+    """The axis of lengths is logarithmic in base two, and is labelled 128, 1k, 64k."""
     records = [{"panel": "", "name": "sdpa", "x": n, "y": 1.0} for n in (128, 1024, 65536)]
     text = drawn(plot.lines("title", records, plot.lengths([128, 1024, 65536]), Y), tmp_path)
     assert all(f">{label}</text>" in text for label in ("128", "1k", "64k"))
     few = plot.lengths([2**e for e in range(30)])["axis"]["values"]
-    assert 5 <= len(few) <= plot.FEW  # so few that they can be read
+    assert 5 <= len(few) <= plot.FEW  # few enough to be read
 
 
 def test_a_picture_fits_its_width(tmp_path):
-    """Panels lie side by side while they have room, then below one another."""
+    """Panels are side by side where there is room, and otherwise below one another."""
     made = plot.lines("t", points("sdpa", panels="abcd"), X, Y, columns=4, least=150)
     found = {width: plot.fitted(made, width) for width in (900, 500, 358)}
     assert [fit["columns"] for fit in found.values()] == [4, 2, 1]
@@ -125,7 +125,7 @@ def test_special_records_are_told(tmp_path, facts, said):
 
 @pytest.mark.parametrize(("suffix", "begin"), [(".svg", b"<svg"), (".png", b"\x89PNG")])
 def test_same_picture_makes_the_same_file(tmp_path, suffix, begin):
-    """A picture is of the kind that its name asks for, and has neither date nor chance in it."""
+    """A picture has the format that its name asks for, and is the same in every run."""
     contents = []
     for name in ("a", "b"):
         plot.save(plot.lines("title", points("sdpa"), X, Y), tmp_path / f"{name}{suffix}")
@@ -135,7 +135,7 @@ def test_same_picture_makes_the_same_file(tmp_path, suffix, begin):
 
 
 def test_only_drawing_needs_what_draws(monkeypatch, tmp_path):
-    """Pictures are described without the library, whose start takes a second."""
+    """Pictures are described without the plotting library, which takes a second to start."""
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     fresh = runpy.run_path(plot.__file__)
     made = fresh["lines"]("title", points("sdpa"), X, Y)

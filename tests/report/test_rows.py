@@ -17,12 +17,12 @@ from flashattn.report.rows import exponent
     ],
 )
 def test_order_is_by_custom_then_size_then_name(fact, given, wanted):
-    """Sizes go small to large, ours comes first, numbers ascend, the unknown is last by name."""
+    """Sizes go small to large, ours comes first, numbers ascend, unknown values come last."""
     assert rows.values([{fact: value} for value in given], fact) == wanted
 
 
 def test_exponent_is_of_least_squares():
-    """It is fitted to logarithms, and one x, or points without a logarithm, have none."""
+    """The exponent is a least-squares fit of logarithms; one x, or a zero, has no exponent."""
     assert exponent((n, 3 * n**-0.5) for n in (2, 8, 32, 64)) == pytest.approx(-0.5)
     assert exponent([(1, 1), (2, 2), (4, 16)]) == pytest.approx(2.0)
     assert exponent([(2, 1), (2, 5)]) is exponent([(2, 1), (4, 0)]) is exponent([]) is None
@@ -44,7 +44,7 @@ def test_exponent_is_of_least_squares():
     ],
 )
 def test_three_digits_and_a_unit(unit, values, wanted):
-    """Numbers have three digits and the unit of the column; what is missing is empty."""
+    """Numbers have three digits and the unit of the column; missing numbers are empty."""
     assert [unit(value) for value in values] == wanted
 
 
@@ -58,5 +58,5 @@ def test_three_digits_and_a_unit(unit, values, wanted):
     ],
 )
 def test_steady_is_what_has_its_quartiles_together(facts, steady):
-    """Quartiles within a quarter of the median are steady, and so are unknown ones."""
+    """A row is steady if its quartiles are within a quarter of the median, or are unknown."""
     assert rows.steady({"seconds": 1.0} | facts) == steady

@@ -34,7 +34,7 @@ def test_journal_replaces_the_last_one(tmp_path):
 
 
 def test_journal_goes_on_wherever_it_was_cut_off(tmp_path):
-    """Cut off after any byte, a journal has its whole rows, and takes the rest after them."""
+    """A journal that is cut off at any byte keeps its whole rows, and continues after them."""
     path = tmp_path / "partial.jsonl"
     whole = Journal(path)
     for name in ("a", "b", "c"):
@@ -54,7 +54,7 @@ def test_journal_goes_on_wherever_it_was_cut_off(tmp_path):
 
 
 def test_the_newest_row_of_a_case_counts(tmp_path):
-    """What failed and was measured again is no failure, in the journal or when it is read."""
+    """A case that failed and was measured again is measured, in the journal and when read."""
     path = tmp_path / "partial.jsonl"
     failed, other = row("a") | {"status": "failed"}, row("b")
     Journal(path).add(failed, [], header=HEADER)
@@ -75,7 +75,7 @@ def test_journal_broken_in_the_middle_is_refused(tmp_path):
 
 
 def test_journal_and_kept_run_read_alike(tmp_path, keep):
-    """The same rows come out of a journal and of pytest-benchmark's JSON, measured ones first."""
+    """A journal and pytest-benchmark's JSON give the same rows, measured rows first."""
     journal = Journal(tmp_path / "partial.jsonl")
     journal.add(row("one"), [1e-3], header=HEADER)
     journal.add(row("two", "unsupported"), [], header=HEADER)
@@ -90,7 +90,7 @@ def test_journal_and_kept_run_read_alike(tmp_path, keep):
 
 
 def test_statistics_come_from_stats(tmp_path, keep):
-    """A kept row has pytest-benchmark's statistics, without samples; what it says itself wins."""
+    """A kept row has pytest-benchmark's statistics, without samples; its own facts win."""
     stats = {"median": 2.0, "mean": 2.5, "stddev": 0.5, "rounds": 9, "q1": 1.0, "q3": 3.0}
     stats |= {"iqr": 2.0}
     cases = [{"extra_info": row("a", rounds=7), "stats": stats}, {"extra_info": {}}]
@@ -113,7 +113,7 @@ def test_quartiles_of_a_journal_come_from_its_samples(tmp_path, samples, wanted)
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"benchmarks": []}', '{"machine_info": {}}'])
 @pytest.mark.parametrize("name", ["run.json", "run.jsonl"])
 def test_anything_else_is_refused_by_name(tmp_path, name, text):
-    """A file that is no run is an error that names it."""
+    """A file that is not a run is refused by name."""
     path = tmp_path / name
     path.write_text(text)
     if (name, text) == ("run.jsonl", '{"machine_info": {}}'):
@@ -125,7 +125,7 @@ def test_anything_else_is_refused_by_name(tmp_path, name, text):
 
 @pytest.mark.parametrize("fact", ["study", "name", "status"])
 def test_row_without_its_name_is_refused(tmp_path, keep, fact):
-    """A row that does not say which case of which study it is would be lost: it is an error."""
+    """A row without its study, name or status is an error: it would be lost."""
     bare = {name: value for name, value in row("a").items() if name != fact}
     path = keep(tmp_path / "0001_x.json", benchmarks=[{"extra_info": bare}])
     with pytest.raises(ValueError, match=fact):
@@ -147,7 +147,7 @@ def test_kept_runs_are_of_the_accelerator_measured_last(tmp_path, keep):
 
 
 def test_a_run_that_broke_off_is_kept_by_its_name(tmp_path, keep):
-    """A journal that was given a number is a kept run, dated by its header."""
+    """A journal that was renamed to a number is a kept run, dated by its header."""
     keep(tmp_path / "nvidia-h200" / "0001_x.json", made="2026-01-02")
     journal = Journal(tmp_path / "nvidia-h200" / "unfinished-1.jsonl")
     journal.add(row("one"), [1e-3], header=HEADER | {"datetime": "2026-01-03"})
@@ -165,9 +165,9 @@ def run(made, *rows, machine="a", **facts):
 
 
 def test_newest_measured_row_wins():
-    """Of one case the newest time stays, an older one before a newer failure, else the newest.
+    """The newest time of a case wins, even over a newer failure; without a time the newest row.
 
-    The same name in two studies is two cases.
+    One name in two studies means two cases.
     """
     old = run("1", row("a", seconds=1), row("b", seconds=1), row("c", "oom"), row("d", "oom"))
     new = run("2", row("a", seconds=2), row("b", "failed"), row("c", seconds=2), row("d", "failed"))
@@ -178,7 +178,7 @@ def test_newest_measured_row_wins():
 
 
 def test_merged_rows_know_their_run():
-    """Each row leads to the run it was made in, and to its roofs; the machine is the newest's."""
+    """Each merged row knows its run and that run's roofs; the machine is the newest run's."""
     old = run("1", row("a"), roofs={"bfloat16": 7.0}, command="part 1")
     new = run("2", row("b"), command="part 2")
     merged = merge([merge([old, new]), run("3", row("c"), command="part 3")])
@@ -193,6 +193,6 @@ def test_merged_rows_know_their_run():
 
 @pytest.mark.parametrize("machines", [[], ["a", "b"]])
 def test_only_one_accelerator_is_merged(machines):
-    """Times of two machines are not put into one table."""
+    """Runs of two machines are not merged."""
     with pytest.raises(ValueError, match="wanted runs of one accelerator"):
         merge([run("1", machine=machine) for machine in machines])

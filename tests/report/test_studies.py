@@ -1,4 +1,4 @@
-"""What every study says of the made-up run and of changed ones, and what holds for all of them."""
+"""What every study says about the made-up run and changed ones, and what holds for all studies."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ def test_sentences_and_tables_follow_the_rows(name, made_run, expected):
 
 @EACH
 def test_what_a_study_says_is_whole(study, made_run):
-    """Every table has a caption of its own, a cell for each column, and the rows it tells of.
+    """Every table has a unique caption, a cell for each column, and the rows that it is made of.
 
-    A finding ends in a full stop and has a number in it, and a picture has a title. Without roofs
-    no share of one is told.
+    A finding ends in a full stop and contains a number, and a picture has a title. Without roofs no
+    share of a roof is given.
     """
     tables = study.tables(made_run)
     assert len({table.caption for table in tables}) == len(tables) > 0
@@ -128,7 +128,7 @@ def test_another_study_s_rows_say_nothing(study, made_run):
 @EACH
 @pytest.mark.parametrize("status", ["unsupported", "oom", "failed", "ok"])
 def test_rows_that_say_only_why_are_no_harm(study, made_run, status):
-    """A case that ended before it had any facts spoils neither itself nor the other cases."""
+    """A case that ended before it had any facts breaks neither its own study nor other cases."""
     bare = BARE | {"study": study.NAME, "status": status}
     for run in (Run(machine={}, rows=[bare]), replace(made_run, rows=[*made_run.rows, bare])):
         assert not any("None" in line for line in told(study, run))
@@ -137,7 +137,7 @@ def test_rows_that_say_only_why_are_no_harm(study, made_run, status):
 
 @EACH
 def test_any_fact_may_be_missing(study, made_run):
-    """A fact that is None or not there, as bytes are on a CPU, costs what it says and no more."""
+    """A fact that is None or missing, as bytes are on a CPU, costs only what depends on it."""
     rows = made_run.study(study.NAME)
     for fact in sorted({fact for row in rows for fact in row} - {"study", "name", "status"}):
         without = [{name: row[name] for name in row if name != fact} for row in rows]
@@ -150,7 +150,7 @@ def test_any_fact_may_be_missing(study, made_run):
 
 
 def test_growth_is_fitted_to_the_long_half(made_run):
-    """For one head the exponent is that of the longer half of the lengths that are steady."""
+    """For one head the exponent is fitted to the longer half of the steady lengths."""
     row = next(r for r in made_run.study("flash") if (r["impl"], r["heads"]) == ("triton", 1))
     seconds = {128: 1.0, 256: 1.0, 512: 1.0, 4096: 4.0, 8192: 16.0, 16384: 64.0}
     rows = [row | {"seq_q": n, "problem": f"q{n}", "seconds": s} for n, s in seconds.items()]
@@ -162,7 +162,7 @@ def test_growth_is_fitted_to_the_long_half(made_run):
 
 
 def test_dtypes_are_told_apart(made_run):
-    """Launching: no time hides behind another dtype's; nobody but a gradient needs the floor."""
+    """Launch times of two dtypes are shown apart, and only gradients mention the floor."""
     run = changed(made_run, "launch", {}, dtype="float32", seconds=9e-5)
     both = replace(run, rows=[*made_run.study("launch"), *run.rows])
     assert [line[:4] for line in launch.findings(both)] == ["bf16", "bf16", "fp32", "fp32"]
@@ -173,7 +173,7 @@ def test_dtypes_are_told_apart(made_run):
 
 
 def test_what_a_logarithm_cannot_show_is_left_out(made_run):
-    """An error of nothing or without end has no dot; the picture is drawn nevertheless."""
+    """An error that is zero or infinite has no dot; the picture is drawn without it."""
     errors = {"normal": {"o": {"max": math.inf, "mean": 0.0}, "dq": {"max": 0.5, "mean": 0.1}}}
     triton = replace(made_run, rows=made_run.study("accuracy")[:1])
     (made,) = accuracy.pictures(changed(triton, "accuracy", {}, errors=errors)).values()
@@ -182,7 +182,7 @@ def test_what_a_logarithm_cannot_show_is_left_out(made_run):
 
 
 def test_a_timeline_keeps_its_peak(made_run, made_pictures):
-    """Of thousands of moments the highest stays, with its time; phases lie where they were."""
+    """A timeline of thousands of points keeps its peak, with its time, and its phases."""
     (phase, *_, peak) = panel(made_pictures["memory"]["memory-2_7B-fp32-naive"])
     assert (phase["label"], phase["x"], phase["end"]) == ("forward", 0, 100)
     assert (peak["x"], peak["y"], peak["label"]) == (pytest.approx(100), 4, "peak 4 GiB")
@@ -195,7 +195,7 @@ def test_a_timeline_keeps_its_peak(made_run, made_pictures):
 
 
 def test_pictures_tell_what_is_unsteady_and_what_is_missing(made_run):
-    """An unsteady point is hollow; a pass that was not measured at a head dimension says so."""
+    """An unsteady point is hollow; a panel without measurements says so."""
     run = changed(made_run, "flash", {"impl": "sdpa"}, q1=1e-4, q3=1.0)
     rows = [r | {"head_dim": 64, "pass": "backward"} for r in run.study("flash")]
     made = flash.pictures(replace(run, rows=run.rows + rows))["flash-tokens-bfloat16-full"]

@@ -24,7 +24,7 @@ def test_columns_line_up():
 
 
 def test_a_terminal_s_width_is_kept(made_run, monkeypatch):
-    """Where a terminal is narrow cells are folded; without one no line is broken."""
+    """In a narrow terminal cells are folded; in a wide one no line is broken."""
     launch = replace(made_run, rows=made_run.study("launch"))
     for columns, wide in (("30", False), ("500", True)):
         monkeypatch.setenv("COLUMNS", columns)
@@ -34,7 +34,7 @@ def test_a_terminal_s_width_is_kept(made_run, monkeypatch):
 
 
 def test_circumstances_and_roofs_are_named(made_run):
-    """A line says on which GPU, at what power and clocks, with what code, and when."""
+    """One line names the GPU, its power and clocks, the code and the date."""
     assert circumstances(made_run) == (
         "NVIDIA H200, 700 W, 1980 → 1755 MHz, driver 580.1, torch 2.11, "
         "commit 0123456789 with changes, code fedcba9876, 2026-11-21"
@@ -47,7 +47,7 @@ def test_circumstances_and_roofs_are_named(made_run):
 
 
 def test_footnotes_name_command_clock_and_brakes(made_run):
-    """Under a table stand for each of its runs command, clock, and what held that back."""
+    """Below a table each of its runs has its command, its clock, and what throttled it."""
     cold = {"study": "x", "status": "ok", "clock": "device time, cold L2", "sm_hertz": 1.7e9}
     rows = [cold | {"name": "0", "throttled": ["power cap"]}, cold | {"name": "1", "late": 3}]
     table = Table(caption="", header=[], lines=[], rows=rows)
@@ -63,9 +63,9 @@ def test_footnotes_name_command_clock_and_brakes(made_run):
 
 
 def test_reasons_are_listed_once():
-    """A reason stands once, with its mark and its number of cases; that of a check is shortened.
+    """A reason is listed once, with its mark and its number of cases; a check's is shortened.
 
-    What a check wanted and got is told; how it was raised and what naive got is not.
+    It keeps the error and the budget, and drops the exception and naive's error.
     """
     gone = {"status": "unsupported", "reason": "flex is not here"}
     full = {"status": "oom", "reason": "naive ran out of memory"}
@@ -80,7 +80,7 @@ def test_reasons_are_listed_once():
 
 
 def test_terminal_shows_every_study(made_run):
-    """Printed at the end of a run: tables and findings of each study, the circumstances once."""
+    """A terminal shows tables and findings of each study, and the circumstances once."""
     text = tables(made_run)
     assert text.count(circumstances(made_run)) == 1
     for study in STUDIES:
@@ -90,7 +90,7 @@ def test_terminal_shows_every_study(made_run):
 
 
 def test_page_names_the_origin_under_every_table(made_run):
-    """In the Markdown page every table is followed by machine, versions, command and date."""
+    """In Markdown every table is followed by machine, versions, command and date."""
     text = document(made_run, {"lm": ["a.png"]})
     assert "![The model, end to end](a.png)" in text
     blocks = text.split("\n\n")
@@ -101,14 +101,14 @@ def test_page_names_the_origin_under_every_table(made_run):
 
 
 def test_marks_are_explained_beside_their_table(made_run):
-    """What a mark in a cell means is said in the terminal and in Markdown."""
+    """The meaning of a mark in a cell is given in the terminal and in Markdown."""
     run = replace(made_run, rows=[r | {"q1": 0.0, "q3": 9.0} for r in made_run.study("flash")])
     for text in (tables(run), document(run, {})):
         assert "~ the quartiles are further apart than 25% of the median" in text
 
 
 def test_nothing_measured_is_no_table(made_run):
-    """A run in which nothing could be timed is its reasons."""
+    """A run in which nothing could be timed shows its reasons, and no table."""
     bare = {"study": "flash", "name": "a", "status": "unsupported", "reason": "flex is not here"}
     text = tables(replace(made_run, rows=[bare]))
     assert "FlashAttention:" not in text

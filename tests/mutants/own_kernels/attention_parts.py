@@ -1,4 +1,4 @@
-"""A right attention in plain PyTorch, made of parts that others exchange, and the two tables."""
+"""A right attention in plain PyTorch, in parts that other kernels replace, and the two tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashattn.reference import reference_attention
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel of one's own.
+    """A kernel of the corpus, right or wrong.
 
     Args:
         name: by which it is registered.
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def impl(self):
-        """It as an implementation."""
+        """The kernel as an implementation."""
         return registry.Impl(
             name=self.name, call=self.call, limits=lambda *_: None, origin="corpus", **self.claims
         )
@@ -47,7 +47,7 @@ ROWS: list[Row] = []
 
 
 def kernel(caught="", mimics="", **claims):
-    """Add a kernel to the table of wrong ones, or, caught by none, of right ones."""
+    """Add a kernel to the table of wrong ones, or of right ones if no test catches it."""
 
     def decorate(call):
         every = {"lse": True, "windows": True} | claims
@@ -58,18 +58,18 @@ def kernel(caught="", mimics="", **claims):
 
 
 def wide(*tensors):
-    """Return tensors in the precision in which sums are made."""
+    """Return tensors in the precision of the sums."""
     return [x if x.dtype == torch.float64 else x.float() for x in tensors]
 
 
 def right(q, k, v, *, causal, scale, window=UNBOUNDED):
-    """Answer as the definition does."""
+    """Compute attention by its definition."""
     o, lse = reference_attention(*wide(q, k, v), mask=Mask.of(causal, window), scale=scale)
     return o.to(q.dtype), lse
 
 
 def right_with_scores(q, k, v, *, causal, scale, window=UNBOUNDED, **scored):
-    """Answer as the definition does, with bounds and with all that scores are made with."""
+    """Compute attention by its definition, with bounds and all score tensors."""
     mask = Mask.of(causal, window)
     o, lse = reference_attention(*wide(q, k, v), mask=mask, scale=scale, **scored)
     return o.to(q.dtype), lse
@@ -83,7 +83,7 @@ def seen_by(q, k, causal, window):
 
 
 def inputs_in_fp32(q, k, v, seen):
-    """Return q, and k and v for each query head, zero where no query sees them, for sums."""
+    """Return q, k and v for the sums; k and v per query head, zero where no query sees them."""
     group = q.shape[1] // max(k.shape[1], 1)
     unseen = ~seen.any(0)[:, None]
     k, v = (x.masked_fill(unseen, 0).repeat_interleave(group, 1) for x in (k, v))
@@ -91,7 +91,7 @@ def inputs_in_fp32(q, k, v, seen):
 
 
 def masked(hide, q, k, v, *, causal, scale, window=UNBOUNDED):
-    """Answer with masked scores of ``hide(scores, seen)``; rows that see no key are right."""
+    """Compute attention with scores masked by ``hide(scores, seen)``; masked rows are right."""
     seen = seen_by(q, k, causal, window)
     a, b, c = inputs_in_fp32(q, k, v, seen)
     dead = ~seen.any(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Kernels that are right and made differently: none of them may be called wrong."""
+"""Right kernels that work in different ways: no test may call one of them wrong."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def in_fp64(q, k, v, **how):
 
 @kernel()
 def by_minus_infinity(q, k, v, **how):
-    """Mask by -inf, added."""
+    """Mask by filling with -inf."""
     return masked(lambda s, seen: s.masked_fill(~seen, -torch.inf), q, k, v, **how)
 
 
@@ -63,7 +63,7 @@ def each_batch_alone(q, k, v, **how):
 
 @kernel()
 def views_of_one_buffer(q, k, v, **how):
-    """Return o as a transposed view, as [B, T, H, D] in memory."""
+    """Return o as a transposed view of [B, T, H, D] memory."""
     o, lse = right(q, k, v, **how)
     return o.transpose(1, 2).contiguous().transpose(1, 2), lse
 
@@ -98,7 +98,7 @@ def flash_decoding(q, k, v, *, causal, scale, window=UNBOUNDED):
 
 @kernel()
 def base_2(q, k, v, *, causal, scale, window=UNBOUNDED):
-    """Take powers of two."""
+    """Compute the softmax with powers of two."""
     seen = seen_by(q, k, causal, window)
     a, b, c = inputs_in_fp32(q, k, v, seen)
     if not seen.any(-1).all() or k.shape[2] == 0:
@@ -112,7 +112,7 @@ def base_2(q, k, v, *, causal, scale, window=UNBOUNDED):
 
 @kernel()
 def checkpointed(q, k, v, **how):
-    """Compute forward again in backward."""
+    """Recompute forward in backward."""
     if not torch.is_grad_enabled():
         return right(q, k, v, **how)
     run = torch.utils.checkpoint.checkpoint
@@ -121,7 +121,7 @@ def checkpointed(q, k, v, **how):
 
 @kernel()
 def caches_masks_rightly(q, k, v, **how):
-    """Know a mask by all that it depends on."""
+    """Cache a mask by all that it depends on."""
     how = MASKS.setdefault((q.shape[2], k.shape[2], tuple(how.items())), how)
     return right(q, k, v, **how)
 
@@ -131,7 +131,7 @@ MASKS: dict = {}
 
 @kernel(repeats=False)
 def other_bits(q, k, v, **how):
-    """Promise no bits, and draw from a generator of its own."""
+    """Promise no repeatable bits, and draw from a generator of its own."""
     drawn = torch.rand((), generator=GENERATOR, device="cpu")
     return right(q, k, v, **how) if drawn < 0.5 else in_fp64(q, k, v, **how)
 
@@ -141,7 +141,7 @@ GENERATOR = torch.Generator().manual_seed(3)
 
 @kernel()
 def tiles(q, k, v, **how):
-    """Visit tiles."""
+    """Compute attention tile by tile."""
     return registry.get("tiled")(q, k, v, **how)
 
 

@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 def ask(test, impl):
-    """Run a test with each of its parameters that the implementation is asked."""
+    """Run a test with each of its parameters that apply to the implementation."""
     marks = getattr(test, "pytestmark", [])
     axes = [mark.args for mark in marks if mark.name == "parametrize"]
     names = [[x.strip() for x in (n.split(",") if isinstance(n, str) else n)] for n, _ in axes]
@@ -64,7 +64,7 @@ def ask(test, impl):
 
 @pytest.fixture(autouse=True)
 def _at_once():
-    """The first failure is enough; nobody needs it made small."""
+    """Stop at the first failure, without shrinking it."""
     before = hypothesis.settings()
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
     few = {"database": None, "phases": phases, "max_examples": before.max_examples // 4}
@@ -79,14 +79,14 @@ def _at_once():
 @pytest.mark.concerns(*CONCERNED)
 @pytest.mark.parametrize("row", WRONG, ids=str)
 def test_wrong_kernel(row):
-    """It fails the test that the table names."""
+    """A wrong kernel fails the test that the table names."""
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         ask(FOUND[row.caught], row.impl)
 
 
 @pytest.fixture(scope="module")
 def _references():
-    """Keep what one kernel is held against for the next, which is asked the same."""
+    """Cache the expected results, which are the same for every kernel."""
     with patch.object(accuracy, "_small", lru_cache(maxsize=2048)(accuracy._expected)):
         yield
 
@@ -96,14 +96,14 @@ def _references():
 @pytest.mark.usefixtures("_references")
 @pytest.mark.parametrize("row", RIGHT, ids=str)
 def test_right_kernel(row):
-    """It passes all tests; those of many sizes, which take the longest, are asked of the first."""
+    """A right kernel passes all tests; slow tests of many sizes run on the first kernel only."""
     for name, test in FOUND.items():
         if name not in SIZES or row is RIGHT[0]:
             ask(test, row.impl)
 
 
 def test_tables():
-    """Each name is there once, and each test exists."""
+    """Each name is unique, and each test exists."""
     names = [row.name for row in WRONG + RIGHT]
     assert len(set(names)) == len(names)
     assert {row.caught for row in WRONG} <= set(FOUND)

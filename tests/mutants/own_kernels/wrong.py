@@ -37,7 +37,7 @@ BITS, NESTED, ALONE = "test_same_bits", "test_calls_may_be_nested", "test_each_g
 
 
 def changed(caught, change, name, mimics="", **claims):
-    """Add the right kernel with another o and lse where ``change(o, lse, q, k, v)`` says so."""
+    """Add the right kernel with its results replaced by ``change(o, lse, q, k, v)``."""
 
     def call(q, k, v, **how):
         o, lse = right(q, k, v, **how)
@@ -48,7 +48,7 @@ def changed(caught, change, name, mimics="", **claims):
 
 
 def before(caught, effect, name, mimics="", **claims):
-    """Add the right kernel with an effect on what is no result."""
+    """Add the right kernel with a side effect."""
 
     def call(q, k, v, **how):
         effect(q, k, v)
@@ -76,7 +76,7 @@ def backward(caught, change, name, mimics="", **claims):
 
 
 def with_do(**changes):
-    """Return gradients of an upstream gradient that was misread."""
+    """Return a backward that misreads some of its inputs."""
 
     def change(x):
         for name, f in changes.items():
@@ -173,13 +173,13 @@ def nan_where_nothing_is_seen(q, k, v, **how):
 
 @kernel(FORM, "jax-ml/jax#24491")
 def always_top_left(q, k, v, *, causal, scale, window=UNBOUNDED):
-    """Know one corner."""
+    """Align every causal mask at the top left."""
     return right(q, k, v, causal=causal and "top_left", scale=scale, window=window)
 
 
 @kernel("test_unseen_rows", "pytorch/pytorch#101967")
 def nan_of_unseen_rows(q, k, v, *, causal, scale, window=UNBOUNDED):
-    """Multiply what nobody sees by zero."""
+    """Multiply values that no query sees by zero."""
     o, lse = right(q, k, v, causal=causal, scale=scale, window=window)
     unseen = ~seen_by(q, k, causal, window).any(0)
     return o + 0 * v[:, :, unseen].sum().to(o.dtype), lse
@@ -187,7 +187,7 @@ def nan_of_unseen_rows(q, k, v, *, causal, scale, window=UNBOUNDED):
 
 # Sizes
 def where(o, lse, wrong):
-    """Return o, half as large again where it is wrong."""
+    """Return the results, with o 1.5 times too large where it is wrong."""
     return (o * 1.5 if wrong else o), lse
 
 
@@ -233,7 +233,7 @@ def no_gradient_of_late_keys(q, k, v, **how):
 # Values of fewer columns than keys
 @kernel(FORM, narrow_values=True)
 def last_column_of_narrow_values_lost(q, k, v, **how):
-    """Take an even number of columns."""
+    """Drop the last column of narrow values if their number is odd."""
     (o, lse), columns = right(q, k, v, **how), v.shape[3]
     kept = columns // 2 * 2 if columns < k.shape[3] else columns
     return torch.cat([o[..., :kept], 0 * o[..., kept:]], dim=3), lse
@@ -241,7 +241,7 @@ def last_column_of_narrow_values_lost(q, k, v, **how):
 
 @kernel(FORM, narrow_values=True)
 def no_gradient_beyond_narrow_values(q, k, v, **how):
-    """Lose dk from the width of values on."""
+    """Lose dk beyond the width of values."""
     columns = v.shape[3]
     k = torch.cat([k[..., :columns], k[..., columns:].detach()], dim=3)
     return right(q, k, v, **how)
@@ -270,7 +270,7 @@ for _name, _effect in EFFECTS.items():
     before(LEAVES, _effect, _name)
 
 
-# What sways a call
+# Settings that sway a call
 @kernel(SWAYS)
 def default_dtype(q, k, v, **how):
     """Make a sum in the default dtype."""
@@ -284,21 +284,21 @@ def default_dtype(q, k, v, **how):
 
 @kernel(SWAYS)
 def default_device(q, k, v, **how):
-    """Make a tensor wherever torch makes them."""
+    """Make a tensor on torch's default device."""
     o, lse = right(q, k, v, **how)
     return o * torch.ones(o.shape[-1], dtype=o.dtype), lse
 
 
 @kernel(SWAYS)
 def needs_gradients(q, k, v, **how):
-    """Forget a factor where no gradient is recorded."""
+    """Double o where no gradient is recorded."""
     o, lse = right(q, k, v, **how)
     return (o if torch.is_grad_enabled() else 2 * o), lse
 
 
-# Chance
+# Randomness
 def at_times(period):
-    """Return what adds a last bit once in some calls."""
+    """Return a change of o's last bits in one of ``period`` calls."""
     calls = [0]
 
     def change(o, lse, *_):
@@ -315,27 +315,27 @@ changed(
 )
 
 
-# What is remembered
+# State between calls
 KEPT: dict = {}
 
 
 @kernel(REMEMBERS)
 def mask_cached_by_rows(q, k, v, *, causal, scale, window=UNBOUNDED):
-    """Know masks by the number of rows alone."""
+    """Cache masks by the number of rows alone."""
     how = KEPT.setdefault(("mask", q.shape[2]), (causal, window))
     return right(q, k, v, causal=how[0], scale=scale, window=how[1])
 
 
 @kernel(REMEMBERS)
 def scale_cached_by_shape(q, k, v, *, causal, scale, window=UNBOUNDED):
-    """Compile a scale into a kernel that is known by its shape."""
+    """Cache the scale by the shapes."""
     scale = KEPT.setdefault(("scale", q.shape, k.shape), scale)
     return right(q, k, v, causal=causal, scale=scale, window=window)
 
 
 @kernel("test_memory_may_be_written_anew")
 def keys_cached_by_address(q, k, v, **how):
-    """Prepare keys once for each address."""
+    """Cache keys by their address."""
     key = (k.data_ptr(), k.shape, k.dtype)
     kept = KEPT.setdefault(key, k.detach().clone())
     o, lse = right(q, kept, v, **how)
@@ -430,14 +430,14 @@ def no_maximum(q, k, v, *, causal, scale, window=UNBOUNDED):
 
 @kernel(FORM)
 def first_heads(q, k, v, **how):
-    """Read the first key heads, whatever the group."""
+    """Take key head ``h % kv_heads`` for query head ``h``, whatever the group."""
     group = q.shape[1] // max(k.shape[1], 1)
     return right(q, k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1), **how)
 
 
 @kernel(FORM)
 def sums_in_bf16(q, k, v, **how):
-    """Add up in half precision."""
+    """Round the inputs to bf16."""
     o, lse = right(q.bfloat16(), k.bfloat16(), v.bfloat16(), **how)
     return o.to(q.dtype), lse
 
@@ -452,7 +452,7 @@ SCORED = {"softcap": True, "alibi": True, "bias": True, "sink": True, "intervals
 
 
 def scored(caught, name, change):
-    """Add a kernel that takes masks of rows and all scores, and changes what it was given."""
+    """Add a kernel that takes row masks and all score tensors, and changes what it was given."""
 
     def call(q, k, v, **how):
         given = {name: x for name, x in how.items() if x is not None}
@@ -463,7 +463,7 @@ def scored(caught, name, change):
 
 
 def of_batch_0(x, q):
-    """Give every batch what is the first one's."""
+    """Give every batch the values of the first."""
     return x[:1].expand(len(q) if len(x) > 1 else 1, *x.shape[1:])
 
 
@@ -512,7 +512,7 @@ scored(
 
 @kernel("test_the_last_key_counts")
 def lone_last_key_lost(q, k, v, **how):
-    """Forget a last key that has a tile to itself."""
+    """Forget the last key if it has a tile to itself."""
     if k.shape[2] > 1024 and k.shape[2] % 128 == 1:
         v = torch.cat([v[:, :, :-1], torch.zeros_like(v[:, :, -1:])], dim=2)
     return right(q, k, v, **how)
@@ -520,7 +520,7 @@ def lone_last_key_lost(q, k, v, **how):
 
 @kernel(LENGTHS)
 def decoding_without_the_last_tile(q, k, v, **how):
-    """Forget the keys behind the last whole tile, if one query has many."""
+    """Forget the keys after the last whole tile, if one query has many keys."""
     whole = k.shape[2] // 128 * 128
     if q.shape[2] == 1 and whole >= 512:
         k, v = k[:, :, :whole], v[:, :, :whole]

@@ -144,7 +144,7 @@ def mainloop_step(
     queries, grads = smem.queries, smem.grads
     dk, dv = state
     batch, head, start_q, start_kv = where
-    at = opaque(0)  # else addresses, the same in each step, would fill registers
+    at = opaque(0)  # otherwise addresses, equal in all steps, would fill registers
     k, v = smem.keys.term(at), smem.values.term(at)
     score = score.of_rows(start_q, mask.seq_q, t.block_q, KEYS)
     acc = score.initial_acc(start_kv, t.block_q, True)
@@ -194,7 +194,7 @@ def mainloop_step(
 
 @gluon.jit
 def clean_keys(WARPGROUP: gl.constexpr, k, v, start_kv, mask):
-    """Zero this warpgroup's keys that no query sees, by bounds of rows: they may be NaN.
+    """Under bounds of rows, zero this warpgroup's unseen keys and values, which may be NaN.
 
     Only dq's product reads the other warpgroup's keys, after a barrier of its own.
     """
@@ -309,7 +309,7 @@ def consumer(
         values.consumer_release(kv_n)
         kv_n += 1
     if dbias is not None and WARPGROUP == 0:
-        tma.store_wait(0)  # TMA reads shared memory, which a CTA frees when it ends
+        tma.store_wait(0)  # dbias must be read before the CTA frees its shared memory
     barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)  # wait as often as dq_store arrives
 
 

@@ -70,7 +70,7 @@ def producer_dq(inputs, high, pipelines, scheduler, shape):
 def opaque_tile(pipeline, n):
     """Return the n-th tile, which stays in place, by an address that the compiler cannot hoist.
 
-    Else it would keep the addresses of all 32 operands of a step's first two products in registers.
+    Otherwise registers would hold the addresses of all 32 operands of a step's first two products.
     """
     return pipeline.tile(opaque(n))
 

@@ -1,7 +1,7 @@
 """dq of flashattn_hopper_bwd: its product, the accumulator, and the order of the additions.
 
 Each consumer warpgroup computes half of a dq tile from all 128 keys of the CTA. Two warps take
-turns to add dq tiles to an fp32 accumulator, which flashattn_hopper_bwd_postprocess converts.
+turns adding dq tiles to an fp32 accumulator, which flashattn_hopper_bwd_postprocess converts.
 
 The first CTA that adds to a dq tile stores instead, so the accumulator need not be cleared.
 For determinism a semaphore per tile orders the additions, and a warp of its own waits for it.

@@ -7,7 +7,7 @@ it keeps; a single warpgroup would spill. While one waits, the tensor cores have
 products.
 """
 
-# Gluon's aggregates need evaluated annotations, so none are postponed by `__future__` here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,7 +34,7 @@ def walked(parts):
 
 @aggregate
 class Splits:
-    """Splits of the rows that CTAs visit, ``length`` rows of whole tiles each; or all, unsplit."""
+    """Splits of the rows that a CTA visits: ``length`` rows each, or all if not ``several``."""
 
     batches: gl.tensor
     length: gl.tensor

@@ -6,7 +6,7 @@ cache eight cycles. A relative bias is one row: it is loaded in the layout of sc
 accumulator of S.
 """
 
-# Gluon's aggregates need evaluated annotations, so none are postponed by `__future__` here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

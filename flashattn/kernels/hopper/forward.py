@@ -116,20 +116,20 @@ def softmax_first(s, log2, far, score, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def one_loop(mask, t):
-    """Return whether one loop visits all key tiles, because several loops would be long code."""
+    """Return whether one loop visits all key tiles, where several loops would be long code."""
     wide = t.v_lo + t.v_hi > RESCALE_LATER_ABOVE_D
     return bool(mask.masked) and (t.groups == 3 or bool(wide and mask.two_sided))
 
 
 @gluon.constexpr_function
 def conditional(mask, t):
-    """Return whether o is rescaled only where it must be, which is done where that gains."""
+    """Return whether o is rescaled only where it must be; other configs gain nothing by that."""
     return one_loop(mask, t) or t.v_lo + t.v_hi > RESCALE_LATER_ABOVE_D
 
 
 @gluon.jit
 def new_maxima(of_tile, m, mask, t):
-    """Return the row maxima including a tile's; if conditional, old ones that can stay are kept."""
+    """Return the row maxima including those of a tile; if conditional, small growth is ignored."""
     if conditional(mask, t):
         m_new = gl.where(of_tile - m > RESCALE_THRESHOLD, of_tile, m)
     else:

@@ -5,7 +5,7 @@ few CTAs with much work each. With a split, a CTA takes only some of these heads
 dk and dv in fp32, and flashattn_bwd_reduce adds them in a fixed order.
 """
 
-# Gluon's aggregates need evaluated annotations, so none are postponed by `__future__` here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

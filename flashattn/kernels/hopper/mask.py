@@ -3,7 +3,7 @@
 Bounds may lie outside of a sequence. If they cross, no key or query is seen.
 """
 
-# Gluon's aggregates need evaluated annotations, so none are postponed by `__future__` here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 import triton
 import triton.language as tl
 from triton.experimental import gluon

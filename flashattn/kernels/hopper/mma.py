@@ -1,4 +1,4 @@
-"""Matrix products for head dimensions that are two powers of two, such as 64 + 32.
+"""Matrix products for head dimensions that are sums of two powers of two, such as 64 + 32.
 
 Shapes in Gluon are powers of two, so a tile has room for 128 columns, or is a ``SplitTile`` of two
 pieces; D_LO + D_HI columns are multiplied. An accumulator is a tuple of D_LO columns and, unless
@@ -79,7 +79,7 @@ def mma_packed(p, x, accs, D_LO: gl.constexpr, D_HI: gl.constexpr):
 
 @gluon.jit
 def mma_wait(x, LATER: gl.constexpr):
-    """Wait until at most LATER products are in flight; return the result of one that is done."""
+    """Return the result of product x, once at most LATER later products are in flight."""
     return warpgroup_mma_wait(LATER, deps=[x])
 
 

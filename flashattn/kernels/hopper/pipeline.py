@@ -4,7 +4,7 @@ An mbarrier that no role uses must not be initialized: Triton gives its memory t
 the GPU still writes to it when another process takes its turn (docs/hopper.md).
 """
 
-# Gluon's aggregates need evaluated annotations, so none are postponed by `__future__` here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier

@@ -15,7 +15,7 @@ APART = gl.constexpr("mov.b32 {$0, $1}, $2;")
 
 @gluon.constexpr_function
 def acc_layout(columns):
-    """Return the layout of a warpgroup's accumulator with this many columns."""
+    """Return the layout of a warpgroup's accumulator with ``columns`` columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
@@ -51,7 +51,7 @@ def bits_as(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def unpack(packed, DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
-    """Return packed numbers as the left operand [rows, columns] of a product with COLUMNS."""
+    """Unpack numbers to the left operand [rows, columns] of a product with COLUMNS columns."""
     even, odd = gl.inline_asm_elementwise(APART, "=h,=h,r", [packed], (gl.int16, gl.int16), True, 1)
     L: gl.constexpr = operand_layout(COLUMNS)
     numbers = gl.reshape(gl.join(even, odd), [packed.shape[0], 2 * packed.shape[1]])

@@ -4,7 +4,7 @@ Sources: Qiang et al., 2026, "DASH: Deterministic Attention Scheduling for High-
 Reproducible LLM Training", for the shift schedule; the waves are ours.
 """
 
-# Gluon's aggregates need evaluated annotations, so none are postponed by `__future__` here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -48,7 +48,7 @@ class TileScheduler:
 
     LINEAR goes head by head. The other orders go by sections of heads, whose K and V stay in the L2
     cache: in a section the first blocks of all heads come first (ASCENDING), or the last ones
-    (DESCENDING). Under a mask these are the longest, so the shortest tiles come last (LPT).
+    (DESCENDING). Under a mask the longest come first, so the last CTAs have the least work (LPT).
     """
 
     tiles: gl.tensor

@@ -1,6 +1,6 @@
 """Scores on the device, from products of q and k to what the mask and the softmax take."""
 
-# Gluon's aggregates need evaluated annotations, so none are postponed by `__future__` here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

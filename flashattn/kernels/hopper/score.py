@@ -15,7 +15,7 @@ TANH = gl.constexpr("tanh.approx.f32 $0, $1;")
 
 @gluon.jit
 def tanh_approx(x):
-    """Return tanh(x), as fast as exp2; tests on a GPU check that its relative error is 2^-16."""
+    """Return tanh(x), as fast as exp2; GPU tests check that its relative error is at most 2^-16."""
     return gl.inline_asm_elementwise(TANH, "=f,f", [x], gl.float32, True, 1)
 
 

@@ -1,1 +1,1 @@
-"""What a kernel does, counted without a GPU or a clock, against what it is expected to do."""
+"""Count what kernels do, without a GPU or a clock, and compare with expectations."""

@@ -6,13 +6,13 @@
     python -m flashattn.counts --all        # every kernel and tile, some minutes on two cores
     python -m flashattn.counts --rewrite    # expect what is counted now
 
-A row of a compiled kernel has a hash of its source: what Triton's front end makes of it, inlined,
-options, versions, and how it is counted. While that is the same, the row stands and nothing is
-compiled, so a refactoring that leaves all rows unchanged has changed no machine code.
+A row of a compiled kernel has a hash of its source: the inlined output of Triton's front end,
+options, versions, and how it is counted. While the hash is the same, the row stands and nothing is
+compiled. So a refactoring that leaves all rows unchanged has changed no machine code.
 
-Exit status: 0 as expected; 1 something differs, spills, does not compile or, on Hopper, may
-multiply what stale addresses name (``counts.stale``); 2 a wrong argument; 11 UNPROVEN, nothing
-is expected of this version of Triton, or its interpreter fails here.
+Exit status: 0 as expected; 1 something differs, spills, does not compile or, on Hopper, may read
+stale operands (``counts.stale``); 2 a wrong argument; 11 UNPROVEN, there are no expectations for
+this version of Triton, or its interpreter fails here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(kind: str, options: argparse.Namespace) -> int:
     """Count one kind, compare or rewrite; return the exit status."""
-    # Triton reads this when it is imported, which is below. It interprets or compiles, never both.
+    # Triton reads this on import, which is below. A process interprets or compiles, never both.
     os.environ["TRITON_INTERPRET"] = str(int(kind == "interpreter"))
     module = import_module(f"flashattn.counts.{kind}")
     asked = options.only.search
@@ -88,16 +88,16 @@ def _check(kind: str, options: argparse.Namespace) -> int:
 
 
 def _hint(expected: Rows, got: Rows) -> str:
-    """Say how many sources are not those that are expected, though the counts are."""
+    """Return a hint: how many sources differ from the expected ones, though counts do not."""
     changed = sum(SOURCE in row for row in got.values()) - len(unchanged(expected, got))
     return f"; --rewrite would spare the next check {changed}" if changed else ""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Count and compare; return the exit status, of both kinds the lower that is not 0.
+    """Count and compare; return the exit status, the lower one that is not 0 of both kinds.
 
     Args:
-        arguments: of the command line; None means the process's own.
+        arguments: the command line; None means that of the process.
     """
     given = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--only: wanted a kind before it, for each names its cases in its own way")
     if options.kind:
         return _check(options.kind, options)
-    # A process each.
+    # One process for each kind.
     command = [sys.executable, "-m", "flashattn.counts"]
     statuses = [subprocess.run([*command, kind, *given], check=False).returncode for kind in KINDS]  # noqa: S603
     return min(filter(None, statuses), default=0)

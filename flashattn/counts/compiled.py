@@ -1,4 +1,4 @@
-"""What the compilers make of every kernel with every tile, for each architecture."""
+"""Compile every kernel with every tile for each architecture, and count its resources."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from flashattn.counts.stale import stale_addresses, stale_operands
 from flashattn.counts.variants import ARCHITECTURES, variants
 from flashattn.kernels.hopper.offline import HopperVariant
 
-# The assembler allots registers and lays out code, and each minor version of Triton has its own.
+# Each minor version of Triton has its own assembler, which allots registers and lays out code.
 MINOR = ".".join(triton.__version__.split(".")[:2])
 FILE = f"compiled-triton-{MINOR}.json"
-# fp32 at BLOCK_D 128 and 256: six bf16 products decompose operands that wide in registers, three
-# terms a number, and hardly a tile of the search has room for that; on sm_100 bwd_preprocess's two
-# tiles of 256, 128 a thread each, do not fit either. Where operands come decomposed, dk and dv have
-# many addresses, and the fastest tile of 64 columns no room for all. Expected to the byte, not held
-# against the table.
+# fp32 at BLOCK_D 128 and 256: six bf16 products decompose such wide operands in registers, three
+# terms a number, and hardly any tile of the search has room for that. On sm_100 bwd_preprocess's
+# two tiles of 256, 128 numbers a thread each, do not fit either. Where operands come decomposed, dk
+# and dv have many addresses, and the fastest tile of 64 columns has no room for all. These spills
+# must be as expected to the byte, but are no complaint.
 KNOWN_TO_SPILL = {
     *product(("fwd", "bwd_dkdv", "bwd_dq"), (4,), (128, 256)),
     *product(("decode", "bwd_preprocess"), (4,), (256,)),
@@ -42,16 +42,16 @@ KNOWN_TO_SPILL = {
     *product(("bwd_fused", "bwd_dkdv"), (4,), (64,)),
     ("bwd_dbias", 4, 256),
     *product(("bwd_dbias_relative",), (4,), (64, 256)),
-    # Where warps have roles, a thread is compiled for its share of the launch, 128 or 168 registers
-    # and given 160 or 240 when it runs; what it spills until then is 8 to 488 bytes.
+    # Warp-specialized kernels are compiled for a thread's share of a launch, 128 or 168 registers.
+    # Roles change it to 160 or 240 at run time; what is spilled until then is 8 to 488 bytes.
     *product(("hopper_fwd", "hopper_bwd"), (2,), (64, 96, 128, 256)),
     *product(("hopper_fwd_fp32", "hopper_bwd_fp32_dkdv", "hopper_bwd_fp32_dq"), (4,), (128,)),
     ("hopper_bwd_d256_dkdv", 2, 192),
     ("hopper_bwd_d256_dkdv", 2, 256),  # in a window only
     ("hopper_bwd_d256_dq", 2, 256),
 }
-# Of the same PTX, Triton 3.6's ptxas makes other code for sm_90 from one time to the next where
-# tiles have descriptors and registers run out. Such a row has no code, stack and registers.
+# Triton 3.6's ptxas makes different code of the same PTX from run to run, on sm_90 if tiles have
+# descriptors and registers run out. Such a row has no code, stack and registers.
 UNSTEADY = {
     "3.6": {
         *product(("bwd_fused", "bwd_dkdv"), (4,), (64,)),
@@ -61,11 +61,11 @@ UNSTEADY = {
 }
 VARYING = ("code", "stack", "registers")
 BORROWED_MAY_SPILL = 72  # bytes a thread: 18 registers
-ASSEMBLERS = "ptxas"  # the row of their versions
+ASSEMBLERS = "ptxas"  # the row of the versions of the assemblers
 BARRIERS = re.compile(r"(%[\w$.-]+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]*i64")
 ROLES = re.compile(r"ttg\.warp_specialize\((.*?)\)")
 NAME = re.compile(r"%[\w$.-]+")
-COUNTERS = getsource(counted) + getsource(judged)  # whoever changes them counts again
+COUNTERS = getsource(counted) + getsource(judged)  # if these change, all is counted again
 
 
 def _assemblers() -> dict[str, str]:
@@ -78,10 +78,10 @@ def _assemblers() -> dict[str, str]:
 
 
 def may_spill(variant: Variant | HopperVariant, stack: int) -> bool:
-    """Return whether a variant that spills so many bytes is excused from the rule that none does.
+    """Return whether a variant may spill ``stack`` bytes, contrary to the rule that none spills.
 
-    What splits rows, has a window, bounds of rows, a softcap or other scores takes the tile that
-    was found for what does not, and may spill a little.
+    A variant with split rows, a window, bounds of rows, a softcap or other scores borrows the tile
+    that was found for a variant without these, and may spill a little.
     """
     borrowed = isinstance(variant, Variant) and (
         variant.split or variant.window or variant.rows or variant.softcap or variant.scored
@@ -92,17 +92,17 @@ def may_spill(variant: Variant | HopperVariant, stack: int) -> bool:
 
 
 def unsteady(variant: Variant | HopperVariant, minor: str = MINOR) -> bool:
-    """Return whether a version's assembler does not make the same of a variant each time."""
+    """Return whether a version's assembler makes different code of a variant from run to run."""
     if not (isinstance(variant, Variant) and variant.tma_compatible and variant.arch == "sm_90"):
         return False
     return (variant.kernel, variant.size, variant.head_dim) in UNSTEADY.get(minor, ())
 
 
 def _stale(variant: Variant | HopperVariant, compiled: Any, resources: Resources) -> str | None:
-    """Return what is wrong with the operands of a kernel's products, which only its code tells.
+    """Return what is wrong with the operands of a kernel's products, which only SASS shows.
 
-    To read all portable ones takes as long as all else here, so backwards by bounds of rows are
-    read: of 178 portable ones none has stale addresses or operands.
+    Reading all portable kernels takes as long as all other checks, so only backwards with bounds of
+    rows are read. Of 178 portable kernels, none has stale addresses or operands.
     """
     if not any(kind.startswith("wgmma") for kind in resources.matrix):
         return None
@@ -120,10 +120,10 @@ def _stale(variant: Variant | HopperVariant, compiled: Any, resources: Resources
 
 
 def _idle(ttgir: str) -> str | None:
-    """Return what is wrong with a kernel's barriers: those that are not given to its roles, if any.
+    """Return what is wrong with a kernel's barriers: those that no role uses, if any.
 
-    The compiler gives their memory to others as soon as they are initialized. The GPU still takes
-    it for barriers: when processes take turns on it, it changes what is stored there.
+    The compiler reuses their memory as soon as they are initialized. The GPU still takes it for
+    barriers, and changes what is stored there when another process takes its turn.
     """
     roles = ROLES.search(ttgir)
     given = set(NAME.findall(roles[1])) if roles else set()
@@ -132,13 +132,13 @@ def _idle(ttgir: str) -> str | None:
 
 
 def _compile(variant: Variant | HopperVariant) -> tuple[dict[str, Any] | None, str | None]:
-    """Return a row, and what is wrong with a variant, whatever is expected of it."""
+    """Compile a variant; return its row, and what is wrong with it regardless of expectations."""
     try:
         compiled = compiled_kernel(variant)
         resources = resources_of(compiled)
     except Exception as error:  # noqa: BLE001 - one that does not compile must not hide the others
         return None, f"does not compile: {error}"
-    excused = may_spill(variant, resources.stack)  # all but that is still judged
+    excused = may_spill(variant, resources.stack)  # everything else is still judged
     complaints = (
         (replace(resources, stack=0) if excused else resources).complaint(variant.arch),
         _stale(variant, compiled, resources),
@@ -151,10 +151,10 @@ def _compile(variant: Variant | HopperVariant) -> tuple[dict[str, Any] | None, s
 
 
 def source_hash(variant: Variant | HopperVariant) -> str:
-    """Return a hash of all that a row is made of: what is compiled, how, and how it is counted.
+    """Return a hash of all that determines a row: what is compiled, how, and how it is counted.
 
-    It is the same on every machine, whatever values and lines of source are called, and however
-    functions divide the work and pass arguments to one another.
+    It is the same on every machine. It does not depend on the names of values, on line numbers, or
+    on how functions divide the work and pass arguments to one another.
     """
     front = front_end(variant)
     options = vars(front.options) | {"extern_libs": None}  # paths; these come with Triton
@@ -167,9 +167,9 @@ def source_hash(variant: Variant | HopperVariant) -> str:
 def _row(
     variant: Variant | HopperVariant, known: dict[str, Any]
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """Return a row and a complaint: without compiling what is known of the same source.
+    """Return a row and a complaint; a known row of the same source is not compiled again.
 
-    A row with a complaint has no source, so it is compiled until there is none.
+    A row with a complaint has no source, so it is compiled again until there is no complaint.
     """
     filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION")  # it announces a change of Triton 3.10
     try:
@@ -188,20 +188,20 @@ def names() -> list[str]:
 
 
 def collect(wanted: Container[str], known: Rows) -> tuple[Rows, list[str]]:
-    """Compile variants, but those whose source has not changed.
+    """Compile the variants whose source has changed.
 
     Args:
         wanted: names of rows.
-        known: rows of before, which stand where their source is the same.
+        known: previous rows, which stand where their source is the same.
 
     Returns:
-        The rows, and what is wrong whatever is expected: a tile that spills or does not fit, a
-        product whose addresses may be those of another, or a barrier that no role uses.
+        The rows, and what is wrong regardless of expectations: a tile that spills or does not fit,
+        a product that may read stale operands, or a barrier that no role uses.
     """
     rows: Rows = {ASSEMBLERS: _assemblers()} if ASSEMBLERS in wanted else {}
     complaints = []
     chosen = [variant for variant in variants() if str(variant) in wanted]
-    triton_key()  # half a second in each process that did not inherit it
+    triton_key()  # cached, or it takes each process half a second
     with ProcessPoolExecutor() as pool:
         before = [known.get(str(variant), {}) for variant in chosen]
         for variant, (row, complaint) in zip(chosen, pool.map(_row, chosen, before), strict=True):

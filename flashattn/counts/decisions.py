@@ -1,10 +1,11 @@
-"""Golden list of decisions: the plans of 20 000 problems on five cards, none of them here.
+"""Golden list of decisions: the plans of 20 000 problems on five GPUs, without having one.
 
     python -m flashattn.counts.decisions --check tests/plan/decisions.json.xz
     python -m flashattn.counts.decisions --write tests/plan/decisions.json.xz
 
-Stored are kernels, tiles, operands, splits and schedules of each plan in words, and a digest of the
-whole plans, with numbers of programs and sizes of workspaces, for every ``BLOCK`` problems.
+The list has kernels, tiles, operands, splits and schedules of each plan in words. For every
+``BLOCK`` problems it has a digest of the whole plans, including numbers of programs and sizes of
+workspaces.
 
 Exit status: 0 the same; 1 different.
 """
@@ -60,7 +61,7 @@ LAYOUTS = ("contiguous",) * 10 + ("heads_last", "misaligned", "expanded", "odd_r
 
 @dataclass(frozen=True)
 class Case:
-    """A problem, how its tensors lie in memory, and what else a choice may depend on."""
+    """A problem, the layouts of its tensors, and what else a choice may depend on."""
 
     problem: Problem
     impl: Family
@@ -71,14 +72,14 @@ class Case:
     grad_lse: str
 
     def __str__(self) -> str:
-        """Return all of it in a line."""
+        """Return all fields in a line."""
         words = [str(self.problem), self.impl, self.precision, f"scale={self.scale}"]
         words += ["" if self.deterministic else "any-order", *self.layouts, self.grad_lse]
         return " ".join(filter(None, words))
 
 
 def cases() -> list[Case]:
-    """Return the list's cases; what is drawn depends on ``SEED`` and the axes alone."""
+    """Return the cases of the list; the draws depend only on ``SEED`` and the axes."""
     drawn = random.Random(SEED)  # noqa: S311 - the same list every time is the point
 
     def pick(axis: Sequence[Any]) -> Any:
@@ -116,7 +117,7 @@ def cases() -> list[Case]:
 
 
 def tensor(shape: Sequence[int], dtype: torch.dtype, layout: str) -> torch.Tensor:
-    """Return a tensor without memory that would lie so."""
+    """Return a tensor of a layout, without memory."""
     batch, heads, rows, columns = shape
     empty: Callable[..., torch.Tensor] = lambda *n: torch.empty(n, dtype=dtype, device="meta")  # noqa: E731
     if layout == "heads_last":
@@ -133,7 +134,7 @@ def tensor(shape: Sequence[int], dtype: torch.dtype, layout: str) -> torch.Tenso
 
 
 def tensors(case: Case) -> list[torch.Tensor]:
-    """Return q, k, v, grad_o, o, lse, and grad_lse if it is asked, without memory."""
+    """Return q, k, v, grad_o, o, lse, and grad_lse unless it is absent, without memory."""
     problem, dtype = case.problem, case.problem.torch_dtype
     rows = [(problem.heads, problem.seq_q)] + [(problem.kv_heads, problem.seq_kv)] * 2
     q, k, v, grad_o = (
@@ -172,7 +173,7 @@ def plans(case: Case, gpu: Gpu) -> tuple[ForwardPlan, BackwardPlan] | str:
     given, options = [TensorSpec.of(x) for x in tensors(case)], asked(case)
     try:
         return choose_forward(given[:3], gpu, options), choose_backward(given, gpu, options)
-    except ValueError as error:  # Hopper's kernels are asked for, and lack a pass
+    except ValueError as error:  # Hopper's kernels are asked for, but lack a pass
         return str(error)
 
 
@@ -197,7 +198,7 @@ def answer(case: Case, gpu: Gpu) -> tuple[str, str]:
 
 
 def decisions(card: str, blocks: Sequence[int]) -> list[tuple[list[str], str]]:
-    """Return what each block of cases is answered with on a card: words, and a digest."""
+    """Return the answers to each block of cases on a card: words, and a digest."""
     everything, found = cases(), []
     for block in blocks:
         chosen = everything[block * BLOCK : (block + 1) * BLOCK]
@@ -208,7 +209,7 @@ def decisions(card: str, blocks: Sequence[int]) -> list[tuple[list[str], str]]:
 
 
 def write(path: Path) -> None:
-    """Store the list: plans, pairs of these, and which pair each case is answered with."""
+    """Store the list: plans, pairs of plans, and which pair answers each case."""
     known: dict[str, int] = {}
     pairs: dict[tuple[int, ...], int] = {}
     cards: dict[str, Any] = {}
@@ -224,7 +225,7 @@ def write(path: Path) -> None:
 
 
 def differences(path: Path, blocks: Sequence[int]) -> list[str]:
-    """Return a paragraph for each decision of these blocks that is not the stored one."""
+    """Return a paragraph for each decision of these blocks that differs from the stored one."""
     with lzma.open(path, "rt") as file:
         stored = json.load(file)
     everything, lines = cases(), []

@@ -1,4 +1,4 @@
-"""An expectation: a file of rows, one line a case, that counts must equal in both directions."""
+"""Expectations: files of rows, one line per case, that counts must equal in both directions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-Rows = dict[str, dict[str, Any]]  # case: what was counted, by name
-SOURCE = "source"  # the name in a row of a hash of what it was counted of, which is no count
+Rows = dict[str, dict[str, Any]]  # case: counts by name
+SOURCE = "source"  # the name in a row of the hash of its source, which is no count
 
 
 def read(path: Path) -> Rows:
@@ -16,14 +16,14 @@ def read(path: Path) -> Rows:
 
 
 def write(path: Path, rows: Rows) -> None:
-    """Write an expectation: sorted, one line a case, so that a difference is a line."""
+    """Write an expectation, sorted, one line per case, so that a difference is one line."""
     lines = (f"{json.dumps(case)}: {json.dumps(rows[case])}" for case in sorted(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def unchanged(known: Rows, got: Rows) -> list[str]:
-    """Return the cases that have the source of which a known row was counted."""
+    """Return the cases whose source is the same as in the known row."""
     sources = {case: row[SOURCE] for case, row in known.items() if SOURCE in row}
     return [case for case in sources if sources[case] == got.get(case, {}).get(SOURCE)]
 
@@ -31,7 +31,7 @@ def unchanged(known: Rows, got: Rows) -> list[str]:
 def differences(expected: Rows, got: Rows) -> list[str]:
     """Return a sentence for each case that differs, is missing or is not expected.
 
-    Counts may be the same of another source.
+    Sources are not compared: counts may be the same when the source is not.
     """
     expected, got = _counts(expected), _counts(got)
     sentences = []

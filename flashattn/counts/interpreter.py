@@ -1,9 +1,9 @@
-"""Work that Triton's interpreter sees a kernel do: products, and bytes loaded and stored.
+"""Count a kernel's work in Triton's interpreter: products, and bytes loaded and stored.
 
-A product counts whole, its padding and its hidden scores included: that is what the tensor cores
-multiply. Of loads and stores only the elements that are not masked count, or lie within what a
-descriptor describes, and each time that they are touched: no cache comes between. The numbers are
-those of the interpreter's tile, the same for every version of Triton.
+A product counts in full, with its padding and its masked scores, because the tensor cores multiply
+these, too. Loads and stores count the elements that are not masked, or within the bounds of a
+descriptor, each time that they are accessed: there is no cache. The numbers are those of the
+interpreter's tile, and the same for every version of Triton.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from flashattn.testing.patching import patch_interpreter
 
 FILE = "interpreter.json"
 KERNELS = ("fwd", "fwd_split", "bwd_preprocess", *steps.KERNELS)
-# What would touch memory or multiply past the three that count. A method that this version of
-# Triton lacks cannot be called.
+# Methods that access memory or multiply, but are not counted. A method that this version of Triton
+# lacks cannot be called.
 NOT_COUNTED = ("create_atomic_cas", "create_dot_scaled")
 
 
@@ -64,28 +64,28 @@ LAYOUTS = {"descriptors": "contiguous", "pointers": "misaligned"}
 
 @dataclass
 class Counts:
-    """What kernels did."""
+    """The work of kernels."""
 
     dots: int = 0  # products of tiles
-    flops: int = 0  # of those, a multiply-add as two
+    flops: int = 0  # of these products; a multiply-add counts as two
     loaded: int = 0  # bytes
     stored: int = 0  # bytes
 
 
 def _touched(pointers: TensorHandle, mask: TensorHandle) -> int:
-    """Return the bytes of the elements that a mask lets through."""
+    """Return the bytes of the elements that are not masked."""
     elements = np.count_nonzero(np.broadcast_to(mask.data, pointers.data.shape))
     return int(elements) * pointers.get_element_ty().primitive_bitwidth // 8
 
 
 @contextmanager
 def counting() -> Iterator[Counts]:
-    """Count what the kernels do that are interpreted meanwhile.
+    """Count the work of the kernels that are interpreted meanwhile.
 
-    Every way to load or store ends in the interpreter's masked one, of pointers or of descriptors.
+    Every load and store, by pointers or by descriptors, ends in the interpreter's masked one.
 
     Raises:
-        NotImplementedError: a kernel does what is not counted, such as an atomic exchange.
+        NotImplementedError: a kernel calls what is not counted, such as an atomic exchange.
     """
     counts = Counts()
 
@@ -133,11 +133,11 @@ def counting() -> Iterator[Counts]:
 
 
 def count(problem: Problem, layout: str) -> dict[str, Counts]:
-    """Return what each kernel does for one problem.
+    """Return the work of each kernel on one problem.
 
     Args:
-        problem: which.
-        layout: of the inputs, a key of ``testing.inputs.LAYOUTS``.
+        problem: the problem.
+        layout: layout of the inputs, a key of ``testing.inputs.LAYOUTS``.
     """
     options: dict[str, Any] = {"right": problem.band.right, "scale": problem.head_dim**-0.5}
     q, k, v = make_inputs(problem, layout=layout)
@@ -145,7 +145,7 @@ def count(problem: Problem, layout: str) -> dict[str, Counts]:
     counts = {}
     with counting() as counts["fwd"]:
         o, lse = execute.forward(q, k, v, num_splits=1, **options)
-    with counting() as counts["fwd_split"]:  # and combined
+    with counting() as counts["fwd_split"]:  # and the combine kernel
         execute.forward(q, k, v, num_splits=2, **options)
     given = Recomputation(
         q=q, k=k, v=v, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, num_splits=1, **options
@@ -169,14 +169,14 @@ def names() -> list[str]:
 
 
 def collect(wanted: Container[str], _known: Rows) -> tuple[Rows, list[str]]:
-    """Count what kernels do.
+    """Count the work of kernels.
 
     Args:
         wanted: names of cases.
-        _known: rows of before, which spare nothing.
+        _known: previous rows, which are not used.
 
     Returns:
-        The rows, and what is wrong whatever is expected: nothing.
+        The rows, and what is wrong regardless of expectations: nothing.
     """
     patch_interpreter()
     rows: Rows = {}

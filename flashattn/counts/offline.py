@@ -1,6 +1,6 @@
-"""A kernel as a launch compiles it, for any GPU without having one.
+"""Compile a kernel as a launch does, for any GPU, without having one.
 
-It needs a process in which Triton is not interpreted.
+This needs a process in which Triton does not interpret.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ KERNELS: dict[str, Any] = {
     "bwd_dbias_relative": score_gradients.flashattn_bwd_dbias_relative,
     **{str(kernel): fn for kernel, fn in steps.KERNELS.items()},
 }
-SUMS = "bwd_dsink", "bwd_drelative"  # of what has no columns
-FIXED: dict[Untiled, tuple[int, int]] = {  # rows of a program and warps, where no table says
+SUMS = "bwd_dsink", "bwd_drelative"  # kernels that sum numbers without columns
+FIXED: dict[Untiled, tuple[int, int]] = {  # (rows of a program, warps) of kernels without a table
     "combine": (combine.COMBINE_ROWS, combine.COMBINE_WARPS),
     "decompose": (bf16x3.BLOCK, bf16x3.WARPS),
     "bwd_preprocess": (preprocess.BLOCK, preprocess.WARPS),
@@ -60,24 +60,24 @@ class Variant:
     """One kernel as one launch compiles it."""
 
     arch: str  # sm_80, sm_90, sm_100
-    kernel: Kernel | Untiled | Shared  # which
+    kernel: Kernel | Untiled | Shared  # name of the kernel
     size: int  # bytes per element
     head_dim: int  # D
-    tile: Tile | None  # of the launch; None for kernels that have one for all, and no mask
+    tile: Tile | None  # of the launch; None for kernels with a fixed tile and no mask
     causal: bool  # whether scores are masked
-    # Whether it serves inputs that can have descriptors; the tile may do without.
+    # Whether inputs are TMA-compatible; the tile may still load by pointers.
     tma_compatible: bool = False
-    split: bool = False  # whether a program has only a split of the rows that it would walk over
+    split: bool = False  # whether a program visits only a split of the rows
     precision: str = "auto"  # as ``precision.input_precision`` takes it
     window: bool = False  # whether the mask has a left bound, too
     softcap: bool = False  # whether scores are capped
     rows: bool = False  # whether the mask is bounds of rows
-    # What scores are made with besides: "alibi", "bias" of each head, "relative" bias, or "sink";
-    # in bwd_dq the bias is one of each score, whose gradient is stored.
+    # What else scores are made with: "alibi", "bias" (one per head), "relative" bias or "sink".
+    # In bwd_dq each score has its own element of the bias, whose gradient is stored.
     scored: str = ""
 
     def __str__(self) -> str:
-        """Return what picks the tile."""
+        """Return the name: what selects the tile."""
         name = f"{self.arch} {self.kernel} {ELEMENTS[self.size]} d{self.head_dim}"
         asked = f" {self.precision}" if self.precision != "auto" else ""
         if self.tile is None:
@@ -92,7 +92,7 @@ class Variant:
 
     @property
     def terms(self) -> int:
-        """How many bf16 terms its operands are decomposed into beforehand; 0: they are not."""
+        """The number of bf16 terms that operands are pre-split into; 0 if they are not."""
         dtype = DTYPES[self.size]
         precision = input_precision(self.precision, dtype)
         return 0 if self.tile is None else terms_of(self.tile, dtype, precision)
@@ -143,7 +143,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Type:
-    """The type of an argument, or of a part of one, as a launch on aligned tensors gives it."""
+    """The type of an argument, or of part of one, in a launch on aligned tensors."""
 
     name: str  # Triton's
     aligned: bool = False  # whether 16 divides it
@@ -155,9 +155,9 @@ INTS = Type("*i32", aligned=True)
 
 
 def _types(variant: Variant) -> dict[str, Any]:
-    """Return the type of each argument by its name; None is a constant, and tuples are tuples."""
+    """Return the types of arguments by name; None means a constant, a tuple a tuple argument."""
     given = Type(f"*{ELEMENTS[variant.size]}", aligned=True)
-    columns = Type("i32", aligned=variant.head_dim % 16 in (0, 1))  # one is loaded alone anyway
+    columns = Type("i32", aligned=variant.head_dim % 16 in (0, 1))  # one is loaded by itself
     strides = (columns,) * 3
     if variant.tile is None:
         return {
@@ -176,7 +176,7 @@ def _types(variant: Variant) -> dict[str, Any]:
             "partial": FP32 if variant.kernel in SUMS else (FP32, FP32),
             "dsink": FP32,
             "dbias": given,
-            "lies": ScoreLayout(),  # all share it
+            "lies": ScoreLayout(),  # all scores share the bias
             "sinks": (None, None),
         }
     types: dict[str, Any] = {
@@ -190,7 +190,7 @@ def _types(variant: Variant) -> dict[str, Any]:
         "bounds": (INTS, INTS) if variant.rows else (None, None),
         "scored": _scored(variant, given),
         "lies": _score_layout(variant),
-        "dbias": FP32 if variant.scored == "relative" else given,  # parts
+        "dbias": FP32 if variant.scored == "relative" else given,  # partial sums
         **dict.fromkeys(("split_len", "split_len_kv"), INT if variant.split else None),
     }
     cap, between = FLOAT if variant.softcap else None, (INT, INT) if variant.rows else None
@@ -215,7 +215,7 @@ def _types(variant: Variant) -> dict[str, Any]:
 
 
 def _scored(variant: Variant, given: Type) -> tuple[Type | None, ...]:
-    """Return the types of what scores are made with; the last is a sink, or a bias's gradient."""
+    """Return the types of slopes, a bias, and a sink or, in bwd_dq, the bias's gradient."""
     bias = given if variant.scored in ("bias", "relative") else None
     sink = FP32 if variant.scored == "sink" else None
     last = bias if variant.kernel == "bwd_dq" else sink
@@ -223,7 +223,7 @@ def _scored(variant: Variant, given: Type) -> tuple[Type | None, ...]:
 
 
 def _score_layout(variant: Variant) -> ScoreLayout:
-    """Return the types of how these lie; rows of a bias are aligned, and all batches share it."""
+    """Return the types of their strides; rows of a bias are aligned, and all batches share it."""
     rows = Type("i32", aligned=True)
     made: dict[str, dict[str, Any]] = {
         "": {},
@@ -236,7 +236,7 @@ def _score_layout(variant: Variant) -> ScoreLayout:
 
 
 def _operand(variant: Variant, rows: int) -> Type:
-    """Return the type of what is loaded in tiles of so many rows."""
+    """Return the type of an operand that is loaded in tiles of ``rows`` rows."""
     element = "bf16" if variant.terms else ELEMENTS[variant.size]
     if variant.tile is None or not variant.tile.descriptors:
         return Type(f"*{element}", aligned=True)
@@ -270,11 +270,11 @@ def source_of(variant: Variant | HopperVariant) -> ASTSource:
 
 
 class FrontEnd(NamedTuple):
-    """What Triton's front end makes of a variant."""
+    """The output of Triton's front end for a variant."""
 
-    options: Any  # of the compiler, all of them
+    options: Any  # all options of the compiler
     context: Any  # in which the module lives
-    module: Any  # after the compiler's first passes, so that all that is called is inlined
+    module: Any  # after the compiler's first passes, with all calls inlined
 
 
 def _target(variant: Variant | HopperVariant) -> GPUTarget:
@@ -282,7 +282,7 @@ def _target(variant: Variant | HopperVariant) -> GPUTarget:
 
 
 def front_end(variant: Variant | HopperVariant) -> FrontEnd:
-    """Return what Triton's front end makes of one variant, in a fifth of a second."""
+    """Return the output of Triton's front end for a variant, in a fifth of a second."""
     target, source = _target(variant), source_of(variant)
     backend = make_backend(target)
     options = backend.parse_options(dict(variant.options) | source.parse_options())
@@ -294,7 +294,7 @@ def front_end(variant: Variant | HopperVariant) -> FrontEnd:
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
     metadata: dict[str, Any] = {}
-    for stage, lower in stages.items():  # Gluon's kernels have a stage that does nothing before
+    for stage, lower in stages.items():  # Gluon kernels have a stage before these that does nothing
         module = lower(module, metadata)
         if stage in ("ttir", "ttgir"):
             break
@@ -302,7 +302,7 @@ def front_end(variant: Variant | HopperVariant) -> FrontEnd:
 
 
 def compiled_kernel(variant: Variant | HopperVariant) -> Any:
-    """Return what Triton makes of one variant.
+    """Compile one variant.
 
     Raises:
         RuntimeError: Triton is interpreting in this process.
@@ -319,5 +319,5 @@ def compiled_kernel(variant: Variant | HopperVariant) -> Any:
 
 
 def compile_variant(variant: Variant | HopperVariant) -> Resources:
-    """Compile one variant and return what it takes; see ``compiled_kernel``."""
+    """Compile one variant and return its resources; see ``compiled_kernel``."""
     return resources_of(compiled_kernel(variant))

@@ -1,4 +1,4 @@
-"""What a compiled kernel takes: registers, spills, shared memory, matrix instructions."""
+"""Resources of a compiled kernel: registers, spills, shared memory, matrix instructions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import triton
 
-# The most that a program of one GPU of the family can have, in bytes: sm_80 stands for all of 8.x
-# and 12.x, where consumer cards have 99 KiB.
+# The most bytes that a CTA can have on every GPU of a family: sm_80 stands for all of 8.x and 12.x,
+# where consumer cards have 99 KiB.
 SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 EXECUTABLE = 4  # flag of a section of an ELF file
@@ -27,14 +27,14 @@ MATRIX = re.compile(
 
 @dataclass(frozen=True)
 class Resources:
-    """What one program takes.
+    """The resources of one program.
 
     Args:
-        registers: of a thread.
-        stack: bytes of a thread: spills.
+        registers: registers of a thread.
+        stack: bytes of stack of a thread, which are spills.
         shared: bytes of shared memory.
-        code: bytes.
-        matrix: instructions of the tensor cores by kind, as they stand in the code.
+        code: bytes of code.
+        matrix: number of tensor core instructions in the code, by kind.
     """
 
     registers: int
@@ -44,7 +44,7 @@ class Resources:
     matrix: dict[str, int]
 
     def complaint(self, arch: str) -> str | None:
-        """Return what is wrong with it, or None."""
+        """Return what is wrong with the resources, or None."""
         if self.stack:
             return f"spills: {self.stack} bytes of stack"
         if self.shared > SHARED_LIMIT[arch]:
@@ -53,7 +53,7 @@ class Resources:
 
 
 def _said(tool: str, option: str, compiled: Any) -> str:
-    """Return what one of the wheel's own tools prints of a compiled kernel."""
+    """Return what a tool of Triton's wheel prints about a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -63,9 +63,9 @@ def _said(tool: str, option: str, compiled: Any) -> str:
 
 
 def matrix_instructions(ptx: str) -> dict[str, int]:
-    """Count the instructions of the tensor cores by generation, shape and type of the operands.
+    """Count the tensor core instructions by generation, shape and type of the operands.
 
-    tcgen05 names neither a shape nor bf16: its kind f16 is all of half precision.
+    tcgen05 names no shape, and its kind f16 is all of half precision.
     """
     kinds = Counter(" ".join(filter(None, found.groups())) for found in MATRIX.finditer(ptx))
     return dict(sorted(kinds.items()))
@@ -80,7 +80,7 @@ def code_bytes(cubin: bytes) -> int:
 
 
 def resources_of(compiled: Any) -> Resources:
-    """Return what a compiled kernel takes, from its PTX and its cubin."""
+    """Return the resources of a compiled kernel, from its PTX and its cubin."""
     usage = _said("cuobjdump", "-res-usage", compiled)
     registers, stack = (int(re.findall(rf"{field}:(\d+)", usage)[0]) for field in ("REG", "STACK"))
     return Resources(
@@ -93,5 +93,5 @@ def resources_of(compiled: Any) -> Resources:
 
 
 def sass_of(compiled: Any) -> str:
-    """Return the code of a compiled kernel as nvdisasm prints it, in half a second."""
+    """Return the SASS of a compiled kernel, as nvdisasm prints it in half a second."""
     return _said("nvdisasm", "-c", compiled)

@@ -20,15 +20,15 @@ from flashattn.plan.tile import Tile
 NAMES = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
 ROWS = ("lse_log2", "delta")
 ALONE = BackwardPlan(kernel="portable")
-OF = {"dk": 1, "dv": 2, "dq": 0}  # positions of what gradients are like
+OF = {"dk": 1, "dv": 2, "dq": 0}  # positions of the inputs that gradients are like
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """What each kernel finds P and dS from.
+    """What a kernel recomputes P and dS from.
 
-    q, k, v, grad_o and o have dense rows; ``num_splits`` is the most splits of a pass, None lets
-    the plan say.
+    q, k, v, grad_o and o have dense rows. ``num_splits`` is the maximum of a pass; None leaves it
+    to the plan.
     """
 
     q: torch.Tensor
@@ -55,7 +55,7 @@ class Recomputation:
 
         Args:
             kernel: one of ``steps.KERNELS``.
-            tile: instead of the table's.
+            tile: the tile to use; None is the table's.
 
         Returns:
             dk and dv, dq, or all three.
@@ -70,7 +70,7 @@ class Recomputation:
 
 @lru_cache(BOUND)
 def _preprocess(given: tuple[Signature, ...]) -> Bound:
-    """Return flashattn_bwd_preprocess."""
+    """Return flashattn_bwd_preprocess, bound to a signature."""
     o, grad_o = (TensorSpec(*x) for x in given)
     outputs, runs = portable.row_workspaces(o), [steps.preprocessing(o, grad_o)]
     return Bound(("o", "grad_o", "lse", "grad_lse"), {}, outputs, ALONE, runs, o.device)
@@ -84,7 +84,7 @@ def _alone(
     tile: Tile | None,
     num_splits: int | None,
 ) -> Bound:
-    """Return one pass, with what decomposes its inputs and adds up its partials."""
+    """Return one pass, with the launches that decompose its inputs and add its partials."""
     specs = [TensorSpec(*x) for x in given]
     q, k, v, grad_o, _ = specs
     one = portable.backward_pass(
@@ -111,14 +111,14 @@ def _alone(
 
 
 def decompose(*inputs: torch.Tensor, terms: int) -> tuple[torch.Tensor, ...]:
-    """Launch flashattn_decompose: return the bf16 terms of q, k, v and perhaps grad_o, in fp32."""
+    """Launch flashattn_decompose; return the bf16 terms of fp32 q, k, v and perhaps grad_o."""
     filled: tuple[torch.Tensor, ...] = _decompose(signature(*inputs), terms)(*inputs)
     return filled
 
 
 @lru_cache(BOUND)
 def _decompose(given: tuple[Signature, ...], terms: int) -> Bound:
-    """Return flashattn_decompose."""
+    """Return flashattn_decompose, bound to a signature."""
     inputs = dict(zip(steps.INPUTS, (TensorSpec(*x) for x in given), strict=False))
     decomposing, _, _ = steps.terms(terms, **inputs)
     workspaces = portable.terms_workspaces(terms, **inputs)

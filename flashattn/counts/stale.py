@@ -1,26 +1,26 @@
-"""Whether products on Hopper read what was computed for them, on every way to them.
+"""Check in SASS whether products on Hopper read what was computed for them, on every path.
 
 A product of the tensor cores reads tiles in shared memory at addresses in uniform registers, and
-its left operand may be numbers in vector registers. The assembler of Triton 3.6 has put what
-computes an address before a loop that may be left out, and used it in a second loop behind: where
-the first is left out, the register holds what something else left there. It has also kept an
-operand for a whole loop and given its registers to another that each step computes. Neither the
-source nor the PTX shows that, only numbers on a GPU. But such a register has two sources, and what
-is computed once, or anew in each step, has one. So the law is: each register of an operand has one
-source that reaches the product, on whatever way. A source is an instruction that writes the
-register; one with a predicate may not happen, and hides no earlier one. Where none has written it,
+its left operand may be in vector registers. The assembler of Triton 3.6 has computed an address
+along with a loop that may not run, and used it in a second loop behind. If the first loop does not
+run, the register holds what something else left there. It has also kept an operand for a whole loop
+and given its registers to another one that each step computes. Neither the source nor the PTX shows
+that, only wrong numbers on a GPU. But such a register has two sources, whereas what is computed
+once, or again in each step, has one. So the law is: for each register of an operand, one source
+reaches the product, on whatever path. A source is an instruction that writes the register. One with
+a predicate may not execute, so it hides no earlier one. If no instruction has written the register,
 the kernel's start is a source, and breaks the law.
 
-The law asks for more than it must: what a loop carries on purpose, or two branches compute each in
-its way, breaks it too, as do left operands of the kernels in Gluon. And it does not see
+The law is too strict: a value that a loop carries on purpose, or that two branches each compute in
+their own way, breaks it, too, as do left operands of the Gluon kernels. And it does not see
 
-* what R2UR brings from a vector register, which is how addresses come back that were put aside:
-  it counts as no source, and who wrote that vector register is not asked;
-* what a source reads: an address may be computed where it should be, from something stale;
+* what R2UR brings from a vector register, which is how spilled addresses come back: it counts as no
+  source, and the writers of that vector register are not checked;
+* what a source reads: an address may be computed in the right place from something stale;
 * other registers, such as those of the addresses of copies;
 * a single source that is the wrong one.
 
-Nor does it ask whether a way is ever taken.
+Nor does it check whether a path is ever taken.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ UNIFORM, VECTOR = re.compile(r"UR(\d+)"), re.compile(r"R(\d+)(?:\.reuse)?")
 PRODUCT = re.compile(r"[A-Z]GMMA")
 ADDRESSES = re.compile(r"gdesc\[UR(\d+)\]")
 LEFT = 4  # registers of a left operand
-# Who writes a uniform register that it names first: the uniform unit, and who hands it something.
+# Instructions that write the uniform register that they name first: uniform ones and moves to them.
 WRITERS = re.compile(r"U[A-Z]|(?:R2UR|S2UR|VOTEU|REDUX|ELECT)$")
-# Who names first a uniform register, or a vector register, and only reads it.
+# Instructions that name a uniform or a vector register first, and only read it.
 READERS = re.compile(r"BRA$")
 VECTOR_READERS = re.compile(r"ST|RED|BRX|SYNCS|DEPBAR|UTMA|R2UR")
 RELOAD = "R2UR"
 WIDTHS = {"64": 2, "128": 4, "WIDE": 2, "2": 2, "4": 4}  # of a result, by a word of the kind
 BRANCHES = ("BRA", "BRX", "BRXU")
-JUMPS = (*BRANCHES, "EXIT")  # and what goes where no label says, which no kernel here does:
+JUMPS = (*BRANCHES, "EXIT")  # and those whose target no label names, which no kernel here has:
 UNKNOWN = re.compile(r"(?:CALL|RET|JMP|JMX|JMXU|RTT)$")
 
 
@@ -54,11 +54,11 @@ class Instruction:
     """One line of SASS.
 
     Args:
-        at: its address in the kernel, hexadecimal.
-        text: all of it.
-        name: of the operation, to the first dot.
-        operands: as they are written.
-        conditional: whether it may not happen.
+        at: address in the kernel, hexadecimal.
+        text: the whole instruction.
+        name: name of the operation, up to the first dot.
+        operands: operands, as they are written.
+        conditional: whether it may not execute.
         uniform: uniform registers that it writes.
         vector: vector registers that it writes.
     """
@@ -76,16 +76,16 @@ def stale_addresses(sass: str) -> list[str]:
     """Return a sentence for each register of a product's addresses that breaks the law.
 
     Args:
-        sass: what ``nvdisasm -c`` prints of a kernel.
+        sass: output of ``nvdisasm -c`` for a kernel.
 
     Raises:
-        ValueError: it has no products, or something in it nobody knows.
+        ValueError: the code has no products, or something unknown in it.
     """
     return _broken(sass, "UR", lambda instruction: instruction.uniform, _addresses)
 
 
 def stale_operands(sass: str) -> list[str]:
-    """Return the same of left operands, which are read from vector registers."""
+    """Do the same for left operands, which are read from vector registers."""
     return _broken(sass, "R", lambda instruction: instruction.vector, _left_operand)
 
 
@@ -112,7 +112,7 @@ def _broken(
 
 
 def _addresses(product: Instruction) -> range:
-    """Return the registers of addresses: two of A, unless that is numbers, and two of B."""
+    """Return the registers of addresses: two of A, unless A is in registers, and two of B."""
     for i, operand in enumerate(product.operands):
         if found := ADDRESSES.match(operand):
             first = int(found[1])
@@ -121,7 +121,7 @@ def _addresses(product: Instruction) -> range:
 
 
 def _left_operand(product: Instruction) -> range:
-    """Return the registers of A where that is numbers."""
+    """Return the registers of A if A is in registers."""
     found = VECTOR.fullmatch(product.operands[1])
     return range(int(found[1]), int(found[1]) + LEFT) if found else range(0)
 
@@ -133,7 +133,7 @@ def _sources(
     before: list[list[int]],
     written: list[range],
 ) -> set[int]:
-    """Return the places of who may have written a register last, reloads left out; -1 is nobody."""
+    """Return the indices of possible last writers of a register, without reloads; -1 is none."""
     found, seen, left = set[int](), set[int](), [product]
     while left:
         at = left.pop()
@@ -152,14 +152,14 @@ def _sources(
 
 
 def read(sass: str) -> tuple[list[Instruction], list[list[int]]]:
-    """Read what nvdisasm prints of one kernel.
+    """Read the output of nvdisasm for one kernel.
 
     Returns:
-        The instructions, and for each the places of those that may come right before it, of all
-        that some way from the start reaches.
+        The instructions, and for each the indices of those that may come right before it, of all
+        that some path from the start reaches.
 
     Raises:
-        ValueError: an instruction writes, or goes, nobody knows where.
+        ValueError: what an instruction writes, or where it jumps, is unknown.
     """
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -187,7 +187,7 @@ def _instruction(at: str, text: str) -> Instruction:
     if found is None:
         raise ValueError(f"wanted an instruction of SASS, got {text!r}")
     name, operands = found["name"], tuple(map(str.strip, found["rest"].split(",")))
-    # Results stand first, or behind a predicate that is one too.
+    # Results come first, or behind a predicate that is also a result.
     result = next(iter(operands[1:] if PREDICATE.fullmatch(operands[0]) else operands), "")
     words = found["kind"].split(".")
     width = max(WIDTHS.get(word, 1) for word in words)
@@ -204,10 +204,10 @@ def _instruction(at: str, text: str) -> Instruction:
 
 
 def _after(i: int, instruction: Instruction, labels: dict[str, int]) -> list[int]:
-    """Return where an instruction may go."""
+    """Return the indices of the instructions that may follow."""
     name, text = instruction.name, instruction.text
     targets = [labels[label] for label in LABEL.findall(text)] if name in BRANCHES else []
-    # BSYNC goes to where its BSSY says, which is behind it or, if not, somewhere else.
+    # BSYNC jumps to the target of its BSSY: right behind BSYNC, or else unknown.
     elsewhere = name == "BSYNC" and i + 1 not in labels.values()
     if UNKNOWN.match(name) or elsewhere or (name in BRANCHES and not targets):
         raise ValueError(f"wanted to know where it goes: {text!r}")

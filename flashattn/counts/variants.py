@@ -1,4 +1,4 @@
-"""The list of variants: every kernel with every tile, and the ways in which launches vary them."""
+"""List the variants: every kernel with every tile, and the ways in which launches vary them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ALL_WAYS, ANY_D = "sm_90", 64  # where, and with how many columns, a kernel is c
 ALWAYS_SPLIT: frozenset[str] = frozenset({"decode"})
 ARCHITECTURES = tuple(SHARED_LIMIT)
 SHARED: dict[Shared, str] = {"bwd_dbias": "bias", "bwd_dbias_relative": "relative"}
-SCORED = ("fwd", "bwd_dkdv", "bwd_dq")  # kernels that are compiled with what is added to scores
+SCORED = ("fwd", "bwd_dkdv", "bwd_dq")  # kernels that are compiled with ALiBi and biases
 
 
 def _tiled(arch: str, table: Rows) -> list[Variant]:
-    """Return each tile of a table once: under a mask, whose code has that of full attention, too.
+    """Return each tile of a table once, under a mask, whose code includes full attention.
 
-    Full attention is compiled where it has a tile of its own, and among all ways.
+    Full attention is also compiled where it has a tile of its own, and where all ways are.
     """
     whole = [
         Variant(arch, kernel, size, head_dim, tile, causal, tma_compatible, kernel in ALWAYS_SPLIT)
@@ -49,7 +49,7 @@ def _tiled(arch: str, table: Rows) -> list[Variant]:
 
 
 def _other_ways(tiled: list[Variant]) -> list[Variant]:
-    """Return the ways to compile a kernel that borrow a tile, with ``ANY_D`` under a mask."""
+    """Return the ways to compile a kernel with a borrowed tile, for ``ANY_D`` under a mask."""
     window = {variant.kernel for variant in tiled if variant.window}
     whole = [v for v in tiled if v.precision == "auto" and not v.split and not v.window]
     one_d = [variant for variant in whole if variant.head_dim == ANY_D]
@@ -67,7 +67,7 @@ def _other_ways(tiled: list[Variant]) -> list[Variant]:
         for variant in one_d
         if variant.size == HALF and variant.causal == (variant.kernel not in steps.KERNELS)
     ]
-    scored = [  # likewise; a few
+    scored = [  # likewise; some of them
         replace(variant, softcap=False, scored=scored, tile=beside(variant, scored))
         for variant, scored in product(capped, ("alibi", "bias", "relative", "sink"))
         if variant.tma_compatible and variant.kernel in (SCORED if scored != "sink" else SCORED[:1])
@@ -98,13 +98,13 @@ def _other_ways(tiled: list[Variant]) -> list[Variant]:
 
 
 def beside(variant: Variant, scored: str) -> Tile | None:
-    """Return the tile that a variant has beside what its scores are made with."""
+    """Return the tile that a variant has when its scores are made with ``scored``."""
     forward = variant.kernel == "fwd" and scored in {"bias", "relative"}
     return FORWARD if forward else variant.tile
 
 
 def _columns(arch: str, table: Rows) -> list[Variant]:
-    """Return those of a single column, which takes the tiles of the least width."""
+    """Return the variants of a single column, which use the tiles of the smallest width."""
     return [
         Variant(arch, kernel, size, 1, tile, causal, tma_compatible, kernel in ALWAYS_SPLIT)
         for (kernel, size, head_dim, causal, tma_compatible), tile in table.tiles.items()
@@ -114,7 +114,7 @@ def _columns(arch: str, table: Rows) -> list[Variant]:
 
 
 def _untiled(arch: str) -> list[Variant]:
-    """Return the kernels that have one tile for all, of one column, of some and of the most."""
+    """Return the kernels with a fixed tile, for one column, ``ANY_D`` columns and the most."""
     found = [
         Variant(arch, kernel, size, head_dim, None, causal=False)
         for kernel, size, head_dim in product(FIXED, ELEMENTS, (1, ANY_D, HEAD_DIMS[-1]))
@@ -129,7 +129,7 @@ def variants(version: tuple[int, int] = TRITON) -> list[Variant | HopperVariant]
     """Return every kernel with every tile of the tables of every architecture.
 
     Args:
-        version: of Triton, on which tables depend.
+        version: version of Triton, on which tables depend.
     """
     found: list[Variant | HopperVariant] = []
     for arch in ARCHITECTURES:

@@ -1,14 +1,15 @@
-"""The Gluon kernels on a CPU: warps in turns that are drawn, copies and products that come late.
+"""Emulate the Gluon kernels on a CPU, with a random schedule and late copies and products.
 
-Gluon has no interpreter. Here a kernel's source runs as plain Python on torch's tensors. Each role
-is a greenlet, and one runs at a time: wherever one could wait, a seeded draw picks who goes on, or
-which copy moves. So a run can be repeated, and a deadlock is seen when nothing can move.
+Gluon has no interpreter. Here a kernel's source runs as plain Python on torch tensors. Each role is
+a greenlet, and one runs at a time. Wherever a role could wait, a seeded draw picks the role that
+goes on or the copy that proceeds. So runs are reproducible, and deadlocks are detected.
 
-What may be late is as late as drawn: a tile is NaN from the moment that it is asked for until it
-lands; a product reads its operands when it is begun or when it is waited for; what threads store to
-shared memory reaches copies and products by a fence; a copy to memory reads, and later writes.
+Asynchronous operations are as late as drawn. A tile is NaN from the start of its copy until it
+lands. A product reads its operands when it starts or when it is waited for. What threads store to
+shared memory is visible to copies and products after a fence. A copy to memory reads, and writes
+later.
 
 Not emulated: layouts, bank conflicts, registers, fences between memories of the GPU, 32-bit
-overflow, and the texts of assembler: ``barrier_wait``, ``wait_eq`` and ``arrive_inc`` are done
-as a whole.
+overflow, and inline assembly: ``barrier_wait``, ``wait_eq`` and ``arrive_inc`` are emulated as a
+whole.
 """

@@ -1,4 +1,4 @@
-"""Barriers in shared memory: phases that flip when all have arrived and all bytes have come."""
+"""Barriers: mbarriers, whose phase flips when all arrivals and bytes are in, and named ones."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from flashattn.emulate.schedule import here
 
 
 class Barrier:
-    """An mbarrier: arrivals and bytes that its phase still waits for."""
+    """An mbarrier: the arrivals and bytes that its phase still waits for."""
 
     def __init__(self) -> None:
-        """Nobody has set it up."""
+        """Start uninitialized."""
         self.count = self.pending = self.bytes = self.phase = 0
 
     def arrive(self, count: int = 1, expected: int = 0) -> None:
-        """Count arrivals, and bytes that will come.
+        """Count arrivals, and bytes to expect.
 
         Raises:
-            RuntimeError: more arrive than the phase waits for.
+            RuntimeError: there are more arrivals than the phase waits for.
         """
         if count > self.pending:
             raise RuntimeError(f"{count} arrive at a barrier that waits for {self.pending}")
@@ -24,7 +24,7 @@ class Barrier:
         self.land(-expected)
 
     def land(self, size: int) -> None:
-        """Count bytes that have come; the phase flips when nothing is missing."""
+        """Count bytes that have landed; the phase flips when nothing is missing."""
         self.bytes -= size
         if self.pending == self.bytes == 0:
             self.phase ^= 1
@@ -32,17 +32,17 @@ class Barrier:
 
 
 class Barriers:
-    """Some of them, of shape [n, 1]."""
+    """An array of mbarriers, of shape [n, 1]."""
 
     def __init__(self, count: int) -> None:
-        """Make them."""
+        """Create the barriers."""
         self._barriers = [Barrier() for _ in range(count)]
 
     def index(self, i: int) -> Barrier:
-        """Return one.
+        """Return the i-th barrier.
 
         Raises:
-            IndexError: there are not so many.
+            IndexError: there is no such barrier.
         """
         if not 0 <= i < len(self._barriers):
             raise IndexError(f"barrier {i} of {len(self._barriers)}")
@@ -50,17 +50,17 @@ class Barriers:
 
 
 class NamedBarrier:
-    """A barrier of the program's that has a number."""
+    """A named barrier of a program."""
 
     def __init__(self) -> None:
-        """Nobody has come."""
+        """Start with no arrivals."""
         self.came = self.phase = 0
 
     def arrive(self, threads: int) -> int:
-        """Count these warps as some of the threads, and return which phase it was.
+        """Count the threads of the running warps, and return the phase in which they arrive.
 
         Raises:
-            RuntimeError: more arrive than belong to it.
+            RuntimeError: more threads arrive than belong to the barrier.
         """
         here().pause()
         self.came += here().threads
@@ -76,42 +76,42 @@ class NamedBarrier:
 
 
 class MBarrierLayout:
-    """Of barriers; there is nothing to say of it."""
+    """The layout of barriers, which is not emulated."""
 
 
 def init(barrier: Barrier, count: int) -> None:
-    """Let each phase wait for so many arrivals."""
+    """Make each phase wait for ``count`` arrivals."""
     barrier.count = barrier.pending = count
 
 
 def wait(barrier: Barrier, phase: int) -> None:
-    """Wait until the phase of that parity is over."""
+    """Wait until the phase of this parity is complete."""
     here().pause(lambda: barrier.phase != phase)
 
 
 def arrive(barrier: Barrier, count: int = 1) -> None:
-    """Arrive."""
+    """Arrive at an mbarrier."""
     here().pause()
     barrier.arrive(count)
 
 
 def expect(barrier: Barrier, size: int) -> None:
-    """Arrive once, and let the phase wait for bytes."""
+    """Arrive once, and make the phase wait for ``size`` bytes."""
     here().pause()
     barrier.arrive(expected=size)
 
 
 def barrier_arrive(number: int, threads: int) -> None:
-    """Arrive at the program's barrier of that number."""
+    """Arrive at a named barrier of the program."""
     here().program.barriers[int(number)].arrive(threads)
 
 
 def barrier_wait(number: int, threads: int) -> None:
-    """Arrive, and wait until all threads have."""
+    """Arrive at a named barrier, and wait until all threads have arrived."""
     barrier = here().program.barriers[int(number)]
     phase = barrier.arrive(threads)
     here().pause(lambda: barrier.phase != phase)
 
 
 def thread_barrier() -> None:
-    """Do nothing: the threads of a role are one here."""
+    """Do nothing: a role has a single thread here."""

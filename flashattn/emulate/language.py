@@ -1,4 +1,4 @@
-"""What kernels call of Gluon's language, under the names that they call it by."""
+"""The part of Gluon's language that the kernels call, under the same names."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ store = Pointer.store
 
 
 class Number(int):
-    """An integer that divides as a GPU does, towards zero."""
+    """An integer whose division rounds toward zero, as on a GPU."""
 
     def to(self, _: object) -> Number:
-        """Return it in another width."""
+        """Return the same number: widths are not emulated."""
         return self
 
     def __floordiv__(self, other: Any) -> Any:
-        """Divide."""
+        """Divide, rounding toward zero."""
         return _divide(self, other)
 
     def __rfloordiv__(self, other: int) -> Number:
-        """Divide by it."""
+        """Divide ``other`` by the number."""
         return _divide(other, self)
 
     def __mod__(self, other: int) -> Number:
-        """Return what division leaves."""
+        """Return the remainder."""
         return Number(self - _divide(self, other) * other)
 
     def __rmod__(self, other: int) -> Number:
-        """Return what division by it leaves."""
+        """Return the remainder of ``other``."""
         return Number(other - _divide(other, self) * self)
 
 
@@ -50,7 +50,7 @@ def _divide(a: int, b: int) -> Number:
 
 
 def _kept(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operation of integers that returns such a number."""
+    """Return an operation of int with ``Number`` results."""
 
     def method(*given: Any) -> Any:
         result = operation(*given)
@@ -66,7 +66,7 @@ Number.__neg__ = _kept(int.__neg__)  # type: ignore[method-assign]
 
 
 def _layout(*_: object) -> None:
-    """Stand for a layout: there are none here."""
+    """Stand in for a layout, which is not emulated."""
 
 
 NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = _layout
@@ -74,37 +74,37 @@ NVMMASharedLayout = _layout
 
 
 def constexpr(x: Any) -> Any:
-    """Return x, which is known when a kernel is compiled."""
+    """Return x unchanged."""
     return x
 
 
 def to_tensor(x: int) -> Number:
-    """Return x."""
+    """Return x as a ``Number``."""
     return Number(x)
 
 
 def static_assert(holds: bool) -> None:  # noqa: FBT001
-    """Check, which the compiler does.
+    """Check a condition, as the compiler does.
 
     Raises:
-        AssertionError: it does not hold.
+        AssertionError: the condition does not hold.
     """
     if not holds:
         raise AssertionError("static_assert")
 
 
 def num_warps() -> int:
-    """Return a number that only layouts ask for."""
+    """Return the warps of the first role; in other roles only layouts ask for this."""
     return 4
 
 
 def program_id(_: int) -> Number:
-    """Return which program this is."""
+    """Return the id of this program."""
     return Number(here().program.number)
 
 
 def num_programs(_: int) -> Number:
-    """Return how many there are."""
+    """Return the number of programs."""
     return Number(here().program.count)
 
 
@@ -114,26 +114,26 @@ def cdiv(a: int, b: int) -> Any:
 
 
 def abs(x: Any) -> Any:  # noqa: A001
-    """Return the distance from zero."""
+    """Return the absolute value."""
     return x.abs() if isinstance(x, torch.Tensor) else builtins.abs(x)
 
 
 def minimum(a: Any, b: Any) -> Any:
-    """Return the lesser, of each element where there are some."""
+    """Return the minimum, elementwise for tensors."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
     return Number(min(a, b))
 
 
 def maximum(a: Any, b: Any) -> Any:
-    """Return the greater, of each element where there are some."""
+    """Return the maximum, elementwise for tensors."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
     return Number(builtins.max(a, b))
 
 
 def max(x: torch.Tensor, axis: int) -> Any:  # noqa: A001
-    """Return the greatest along an axis."""
+    """Return the maximum along an axis."""
     result = x.amax(axis)
     return result if result.ndim else Number(result)
 
@@ -144,7 +144,7 @@ def sum(x: torch.Tensor, axis: int) -> torch.Tensor:  # noqa: A001
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
-    """Return a where it is so, and b elsewhere."""
+    """Return a where the condition holds, and b elsewhere."""
     if isinstance(condition, bool):
         return Number(a if condition else b)
     return torch.where(condition, a, b)
@@ -156,7 +156,7 @@ def capped(s: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def tanh_approx(x: torch.Tensor) -> torch.Tensor:
-    """Return tanh(x) as far off as a GPU's: by 2^-16 of itself up or down, and 1 from 10 on."""
+    """Return tanh(x) with a GPU's relative error, 2^-16 up or down, and 1 from 10 on."""
     exact, up = x.tanh(), x.contiguous().view(torch.int32) & 1
     rounded = exact * (1 + (2.0 * up - 1) * 2.0**-16)
     return torch.where(x.abs() < 10, rounded, exact).clamp(-1, 1)  # noqa: PLR2004
@@ -168,7 +168,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, _: object) -> torch.Tensor:
 
 
 def full(shape: Sequence[int], x: float, dtype: torch.dtype, layout: object) -> torch.Tensor:
-    """Return one number everywhere."""
+    """Return a tensor filled with x."""
     del layout
     return torch.full(shape, x if type(x) is float else int(x), dtype=dtype)
 
@@ -180,25 +180,25 @@ def arange(start: int, end: int, layout: object) -> torch.Tensor:
 
 
 def join(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return both, beside one another in a last dimension."""
+    """Stack both tensors along a new last dimension."""
     return torch.stack((x, y), -1)
 
 
 def convert_layout(x: torch.Tensor, _: object, *, assert_trivial: bool = False) -> torch.Tensor:
-    """Return x."""
+    """Return x unchanged."""
     del assert_trivial
     return x
 
 
 def load(pointer: Pointer, *, mask: Any = True, other: float = 0.0) -> Any:
-    """Read from memory: an integer, another number, or what a tensor of pointers points to."""
+    """Load a tensor of elements or a single one, an integer as a ``Number``."""
     if isinstance(pointer.at, torch.Tensor) or pointer.elements.is_floating_point():
         return pointer.load(mask, other)
     return Number(pointer.cell)
 
 
 def atomic_add(pointer: Pointer, x: int) -> Number:
-    """Add to memory and return what was there."""
+    """Add to an integer in memory and return its old value."""
     here().pause()
     return Number(pointer.add(x))
 
@@ -206,7 +206,7 @@ def atomic_add(pointer: Pointer, x: int) -> Number:
 def allocate_shared_memory(
     dtype: torch.dtype, shape: Sequence[int], layout: object
 ) -> Shared | Barriers:
-    """Return a part of the program's shared memory; 64-bit integers are barriers."""
+    """Allocate shared memory of the program; 64-bit integers are barriers."""
     del layout
     if dtype == int64:
         return Barriers(shape[0])
@@ -220,7 +220,7 @@ def warp_specialize(
     warps: Sequence[int],
     limits: object,
 ) -> None:
-    """Let each role be played by warps of its own, and wait until all have ended."""
+    """Run each role in warps of its own, and wait until all have ended."""
     del limits
     program = here().program
     started = [

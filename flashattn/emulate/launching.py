@@ -1,4 +1,4 @@
-"""Launching: within ``emulated()`` Gluon's kernels run here."""
+"""Launches: within ``emulated()``, Gluon kernels run on the emulator."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from flashattn.plan.gpu import Gpu
 
 
 class Program:
-    """One of a launch.
+    """A program of a launch.
 
     Args:
-        number: which.
-        count: of how many.
+        number: id of the program.
+        count: number of programs of the launch.
     """
 
     def __init__(self, number: int, count: int) -> None:
-        """It has no memory yet."""
+        """Start without shared memory."""
         self.number, self.count = number, count
         self.memory: list[Shared] = []
         self.barriers = defaultdict[int, NamedBarrier](NamedBarrier)
@@ -46,7 +46,7 @@ def run(
     schedule: Schedule,
     together: int,
 ) -> None:
-    """Run ``programs``, ``together`` of them at once: they begin in their order."""
+    """Run ``programs`` programs, ``together`` at once; they start in order."""
     numbers = iter(range(programs))
 
     def multiprocessor() -> None:
@@ -56,7 +56,7 @@ def run(
             if amid := [number for number, x in program.barriers.items() if x.came]:
                 raise RuntimeError(f"a program ends amid a phase of named barriers {amid}")
             for tile in program.memory:
-                tile.wipe()  # it is the next program's
+                tile.wipe()  # the next program gets this memory
 
     for i in range(together):
         schedule.start(f"multiprocessor {i}", multiprocessor)
@@ -64,7 +64,7 @@ def run(
 
 
 def _operand(x: Any) -> Any:
-    """Return what a kernel gets for an argument."""
+    """Return the argument that an emulated kernel gets for a launch's argument."""
     if isinstance(x, TensorDescriptor):
         return Descriptor(x)
     if isinstance(x, torch.Tensor):
@@ -74,7 +74,7 @@ def _operand(x: Any) -> Any:
 
 
 def _constant(x: Any) -> Any:
-    """Return what a kernel gets for a constexpr argument; a config has constexpr fields."""
+    """Return a constexpr argument as plain values; a config has constexpr fields."""
     if not is_dataclass(x):
         return x
     return SimpleNamespace(**{name: value.value for name, value in vars(x).items()})
@@ -82,19 +82,19 @@ def _constant(x: Any) -> Any:
 
 @contextmanager
 def emulated(*, seed: int = 0, num_sms: int = 1, edit: Edit | None = None) -> Iterator[list[str]]:
-    """Run Gluon's kernels on CPU tensors, wherever they are launched, in Triton's interpreter.
+    """Run all Gluon kernels that are launched meanwhile on CPU tensors, in Triton's interpreter.
 
     Args:
-        seed: of who goes on when, and of what is late.
-        num_sms: how many there seem to be; each runs a program at a time.
-        edit: what becomes of (path of a module, its text) before its kernels are run.
+        seed: seed of the schedule and of the delays.
+        num_sms: number of emulated SMs; each runs one program at a time.
+        edit: a function of (path of a module, its text) that returns the text to run.
 
     Yields:
-        The names of the kernels, as they are launched.
+        The names of the launched kernels, a list that grows.
     """
     source = Source(edit)
     launched: list[str] = []
-    seeds = count(seed << 20)  # of each launch
+    seeds = count(seed << 20)  # one per launch
 
     def chosen(kernel: GluonJITFunction[Any], grid: tuple[int, ...]) -> Callable[..., None]:
         def call(*operands: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Memory: tiles that threads and copies share, and pointers and descriptors of tensors."""
+"""Memory: shared-memory tiles, and pointers and descriptors of tensors."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ class Shared:
     """A tile in shared memory.
 
     Args:
-        own: what threads see.
-        outer: what copies and products see.
+        own: the contents that threads see.
+        outer: the contents that copies and products see.
     """
 
     def __init__(self, own: torch.Tensor, outer: torch.Tensor) -> None:
-        """Hold on to them."""
+        """Keep both."""
         self.own, self.outer = own, outer
         self._views: dict[Any, Shared] = {}
 
     @classmethod
     def allocate(cls, shape: Sequence[int], dtype: torch.dtype) -> Shared:
-        """Return memory that nobody has written to."""
+        """Allocate memory that nobody has written to."""
         tile = cls(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
         tile.wipe()
         return tile
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of an element."""
+        """The dtype of an element."""
         return self.own.dtype
 
     @property
     def shape(self) -> list[int]:
-        """As the kernel sees it."""
+        """The shape that the kernel sees."""
         return list(self.own.shape)
 
     def wipe(self) -> None:
-        """Put NaN everywhere, where there is one."""
+        """Fill the tile with NaN, or with -1 if it holds integers."""
         poison = POISON if self.dtype.is_floating_point else -1
         self.own.fill_(poison)
         self.outer.fill_(poison)
@@ -55,32 +55,32 @@ class Shared:
         return self._views[view, how]
 
     def index(self, i: int) -> Shared:
-        """Return one of its tiles.
+        """Return the i-th tile.
 
         Raises:
-            IndexError: there are not so many.
+            IndexError: there is no such tile.
         """
         if not 0 <= i < self.own.shape[0]:
             raise IndexError(f"tile {i} of {self.own.shape[0]}")
         return self._view(torch.select, 0, int(i))
 
     def reshape(self, shape: Sequence[int]) -> Shared:
-        """Return it in another shape."""
+        """Return a view in another shape."""
         return self._view(torch.Tensor.view, *shape)
 
     def permute(self, order: Sequence[int]) -> Shared:
-        """Return it with its dimensions in another order."""
+        """Return a view with the dimensions in another order."""
         return self._view(torch.Tensor.permute, *order)
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        """Return a part of it."""
+        """Return a view of a part."""
         return self._view(torch.narrow, dim, start, length)
 
     def store(self, x: torch.Tensor) -> None:
-        """Let threads see x; copies and products do after a fence of who stored it.
+        """Store x: threads see it, and after a fence of the storing warps copies and products do.
 
         Raises:
-            TypeError: x is not like the tile.
+            TypeError: x has another shape or dtype than the tile.
         """
         if (x.shape, x.dtype) != (self.own.shape, self.dtype):
             raise TypeError(f"stored {x.dtype} {list(x.shape)} in {self.dtype} {self.shape}")
@@ -88,7 +88,7 @@ class Shared:
         here().unfenced.append(lambda: self.outer.copy_(x))
 
     def load(self, _: object) -> torch.Tensor:
-        """Return what threads see."""
+        """Return the contents that threads see."""
         return self.own.clone()
 
 
@@ -96,16 +96,16 @@ class Pointer:
     """An address within a tensor.
 
     Args:
-        elements: of the tensor, in a row.
-        at: which of them; a tensor of numbers for a tensor of pointers.
+        elements: the elements of the tensor, in one dimension.
+        at: index of the element; a tensor of indices for a tensor of pointers.
     """
 
     def __init__(self, elements: torch.Tensor, at: Any = 0) -> None:
-        """Point."""
+        """Point to an element."""
         self.elements, self.at = elements, at
 
     def __add__(self, other: Any) -> Pointer:
-        """Point further on."""
+        """Return a pointer further on."""
         return Pointer(self.elements, self.at + other)
 
     @property
@@ -114,19 +114,19 @@ class Pointer:
         return self.elements[int(self.at)]
 
     def store(self, x: Any, mask: Any) -> None:
-        """Write where the mask says so.
+        """Store where the mask is true.
 
         Raises:
-            IndexError: outside of the tensor.
+            IndexError: an element is outside of the tensor.
         """
         at, x, mask = map(torch.as_tensor, (self.at, x, mask))
         self.elements[self._within(at[mask])] = x[mask].to(self.elements.dtype)
 
     def load(self, mask: Any, other: float) -> torch.Tensor:
-        """Read where the mask says so, and take another number elsewhere.
+        """Load where the mask is true, and return ``other`` elsewhere.
 
         Raises:
-            IndexError: outside of the tensor.
+            IndexError: an element is outside of the tensor.
         """
         at, mask = map(torch.as_tensor, (self.at, mask))
         there = torch.broadcast_to(mask, at.shape)
@@ -141,21 +141,21 @@ class Pointer:
         return at
 
     def add(self, x: int) -> int:
-        """Add to an integer and return what it was."""
+        """Add to an integer and return its old value."""
         before = int(self.cell)
         self.elements[int(self.at)] += x
         return before
 
 
 class Descriptor:
-    """What copies reach of a tensor, in tiles.
+    """A tensor descriptor, by which copies access a tensor in tiles.
 
     Args:
         given: Gluon's descriptor.
     """
 
     def __init__(self, given: Any) -> None:
-        """Look at its tensor."""
+        """View the tensor of the descriptor."""
         self._x = given.base.detach().as_strided(given.shape, given.strides)
         self.dtype, self.layout = self._x.dtype, given.layout
         self.block_shape: list[int] = list(given.block_shape)
@@ -163,7 +163,7 @@ class Descriptor:
         self.block_type = SimpleNamespace(nbytes=size)
 
     def within(self, at: Sequence[int]) -> tuple[torch.Tensor, tuple[slice, ...]]:
-        """Return what of the tensor a tile there has, and where in the tile that is."""
+        """Return the part of the tensor that a tile covers, and its slices in the tile."""
         outer, inner = [], []
         for start, n, size in zip(map(int, at), self.block_shape, self._x.shape, strict=True):
             first = min(max(start, 0), size)

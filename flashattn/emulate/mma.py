@@ -1,4 +1,4 @@
-"""Products of a warpgroup, which read their operands when it is drawn, or when waited for."""
+"""Products of a warpgroup, which read their operands at once or when waited for, as drawn."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flashattn.kernels.constants import HIGH_BITS
 
 
 class Product:
-    """One that is under way: nothing can be done with it but wait, or add further ones to it.
+    """A product in flight: code can only wait for it, or add further products to it.
 
     Args:
         a: [m, k], in registers or shared memory.
         b: [k, n], in shared memory.
-        sum_: what it is added to, or None.
+        sum_: the accumulator, or None.
     """
 
     def __init__(self, a: torch.Tensor | Shared, b: Shared, sum_: Any) -> None:
@@ -27,7 +27,7 @@ class Product:
         self.value: torch.Tensor | None = None
 
     def finish(self) -> None:
-        """Compute it, unless that was done."""
+        """Compute the product, unless that was done."""
         if self.value is not None:
             return
         a = self._a.outer if isinstance(self._a, Shared) else self._a
@@ -41,7 +41,7 @@ class Product:
 def warpgroup_mma(
     a: torch.Tensor | Shared, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False
 ) -> Any:
-    """Begin acc + a @ b, or compute it."""
+    """Start acc + a @ b; compute it if it is not asynchronous."""
     warps = here()
     product = Product(a, b, acc if use_acc else None)
     warps.products.append(product)
@@ -54,9 +54,9 @@ def warpgroup_mma(
 
 
 def warpgroup_mma_wait(pending: int, deps: Sequence[Any]) -> Any:
-    """Wait for all products of this warpgroup but the last, and return those of deps in registers.
+    """Wait until at most ``pending`` products of this warpgroup are in flight; return deps.
 
-    What is not finished is returned as it is, so that who uses it fails.
+    A finished product is returned as a tensor, another as it is, so that using it fails.
     """
     warps = here()
     warps.pause()
@@ -73,7 +73,7 @@ def leading_bits(x: torch.Tensor, add: int) -> torch.Tensor:
 
 
 def pack(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return x, rounded; there are no words here."""
+    """Return x, rounded; nothing is packed here."""
     return x.to(dtype)
 
 
@@ -84,7 +84,7 @@ def unpack(packed: torch.Tensor, dtype: torch.dtype, layout: object) -> torch.Te
 
 
 def bits_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the bits of 16-bit numbers as numbers of another such dtype."""
+    """Reinterpret 16-bit numbers as another 16-bit dtype."""
     return x.contiguous().view(dtype)
 
 
@@ -94,10 +94,10 @@ def to_fp32(x: torch.Tensor) -> torch.Tensor:
 
 
 def any_changes(factors: torch.Tensor) -> torch.Tensor:
-    """Return which factors are other than 1, row by row: the emulator has no lanes."""
+    """Return for each row whether its factor is other than 1: the emulator has no lanes."""
     return factors != 1
 
 
 def scale_where(acc: torch.Tensor, factors: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-    """Return an accumulator with the rows multiplied that have a flag."""
+    """Return an accumulator whose rows are multiplied where their flag is set."""
     return torch.where(flags[:, None], acc * factors[:, None], acc)

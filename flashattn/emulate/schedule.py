@@ -1,4 +1,4 @@
-"""Schedule: which warps go on, and when a copy moves, drawn wherever one could wait."""
+"""The schedule: random draws of which warps go on, and when copies proceed."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 
 from greenlet import getcurrent, greenlet
 
-SPEEDS = (1, 32, 1024)  # some are much slower than others, so much later
+SPEEDS = (1, 32, 1024)  # weights of the draws: some warps and copies are much slower than others
 OWN = str(Path(__file__).parent)
 
 
 class DeadlockError(RuntimeError):
-    """Nothing can move, and not all have ended."""
+    """Not all warps have ended, and none can go on."""
 
 
 def always() -> bool:
-    """Wait for nothing: others may run first."""
+    """Return true: wait for nothing, but let others run first."""
     return True
 
 
 class Warps(greenlet):  # type: ignore[misc]
-    """Some warps of a program, with one role, which run when it is their turn.
+    """The warps of one role of a program, which run when it is their turn.
 
     Args:
-        schedule: whose turns.
-        name: what a deadlock calls them.
-        body: what they do.
-        program: what they are part of.
-        threads: how many they have.
+        schedule: the schedule that gives turns.
+        name: name of the warps in the message of a deadlock.
+        body: code that the warps run.
+        program: program that the warps belong to.
+        threads: number of threads in all warps.
     """
 
     def __init__(
@@ -43,27 +43,27 @@ class Warps(greenlet):  # type: ignore[misc]
         threads: int,
     ) -> None:
         """Wait for the first turn."""
-        super().__init__(parent=schedule.runner)  # goes on when these end, with their error
+        super().__init__(parent=schedule.runner)  # resumes when these end, and gets their error
         self.schedule, self.name, self.program, self.threads = schedule, name, program, threads
         self.body = body
         self.speed = schedule.random.choice(SPEEDS)
         self.ready: Callable[[], bool] = always
-        self.products: list[Any] = []  # begun, and not waited for
+        self.products: list[Any] = []  # started, and not waited for
         self.stores: list[Any] = []
         self.unfenced: list[Callable[[], object]] = []
 
     def run(self) -> None:
-        """Do what they do."""
+        """Run the body."""
         self.body()
         self.schedule.warps.remove(self)
 
     def pause(self, ready: Callable[[], bool] = always) -> None:
-        """Give the turn away until something is so: called by themselves."""
+        """Yield until ``ready`` returns true; only the running warps call this."""
         self.ready = ready
         self.parent.switch()
 
     def __str__(self) -> str:
-        """Return who they are, and the line of the kernel where they wait."""
+        """Return the name, and the line of the kernel where the warps wait."""
         frame: FrameType | None = self.gr_frame
         while frame and str(Path(frame.f_code.co_filename).parent) == OWN:
             frame = frame.f_back
@@ -74,14 +74,14 @@ class Warps(greenlet):  # type: ignore[misc]
 
 
 class Schedule:
-    """Warps that run in turns, and events that happen meanwhile.
+    """Warps that run in turns, and events that happen between their turns.
 
     Args:
-        seed: of the draws.
+        seed: seed of the draws.
     """
 
     def __init__(self, seed: int = 0) -> None:
-        """Nobody runs yet."""
+        """Start without warps."""
         self.random = random.Random(seed)  # noqa: S311 - repeatable
         self.runner = getcurrent()
         self.warps: list[Warps] = []
@@ -90,20 +90,20 @@ class Schedule:
     def start(
         self, name: str, body: Callable[[], object], program: Any = None, threads: int = 128
     ) -> Warps:
-        """Let warps take part."""
+        """Add warps to the schedule."""
         warps = Warps(self, name, body, program, threads)
         self.warps.append(warps)
         return warps
 
     def later(self, event: Callable[[], object]) -> None:
-        """Let something happen, some time from now on."""
+        """Let an event happen at some later time."""
         self._events.append((self.random.choice(SPEEDS), event))
 
     def run(self) -> None:
-        """Give turns until all warps have ended and all has happened.
+        """Give turns until all warps have ended and all events have happened.
 
         Raises:
-            DeadlockError: they wait for one another.
+            DeadlockError: the warps wait for one another.
         """
         try:
             while self.warps or self._events:
@@ -117,7 +117,7 @@ class Schedule:
                 warps.throw()  # ends those that wait
 
     def _draw(self) -> Warps | Callable[[], object]:
-        """Return warps that can go on, or an event, which is no longer to come."""
+        """Draw warps that can go on, or an event, which is removed from the list."""
         ready = [warps for warps in self.warps if warps.ready is always or warps.ready()]
         if not ready and not self._events:
             raise DeadlockError("all wait: " + "; ".join(map(str, self.warps)))
@@ -127,6 +127,6 @@ class Schedule:
 
 
 def here() -> Warps:
-    """Return the warps whose code this is."""
+    """Return the warps that are running."""
     warps: Warps = getcurrent()
     return warps

@@ -1,4 +1,4 @@
-"""Source: kernels, and what they call, as plain Python over the emulated language."""
+"""Source: kernels, and what they call, as plain Python on the emulated language."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ class Source:
     """The kernels of some modules.
 
     Args:
-        edit: what becomes of (path of a module, its text).
+        edit: a function of (path of a module, its text) that returns the text to run.
     """
 
     def __init__(self, edit: Edit | None = None) -> None:
-        """Nothing is read yet."""
+        """Start without modules."""
         self._edit = edit or (lambda _, text: text)
         self._modules: dict[str, dict[str, Any]] = {}
 
     def plain(self, kernel: GluonJITFunction[Any]) -> Callable[..., Any]:
-        """Return a kernel, or what one calls, as plain Python."""
+        """Return a kernel, or a function that kernels call, as plain Python."""
         function: Callable[..., Any] = self._names(kernel.fn.__module__)[kernel.fn.__name__]
         return function
 
     def _names(self, name: str) -> dict[str, Any]:
-        """Return what a module's kernels see, themselves among it."""
+        """Return the globals of a module's kernels, including the kernels."""
         if name in self._modules:
             return self._modules[name]
         module = sys.modules[name]
@@ -78,7 +78,7 @@ class Source:
         return names
 
     def _stand_in(self, value: Any, name: str) -> Any:
-        """Return what a name of a module is for its kernels."""
+        """Return what kernels of a module see for one of its globals."""
         if id(value) in STAND_INS:
             return STAND_INS[id(value)]
         if isinstance(value, gl.constexpr):
@@ -92,7 +92,7 @@ class Source:
 
 @cache
 def _device_code(name: str, path: str, text: str) -> CodeType:
-    """Return what a module's text defines for a device, without decorators."""
+    """Compile the device code in a module's text, without decorators."""
     tree = ast.parse(text)
     tree.body = [node for node in tree.body if _is_device_code(node, sys.modules[name])]
     for node in ast.walk(tree):
@@ -104,7 +104,7 @@ def _device_code(name: str, path: str, text: str) -> CodeType:
 
 
 def _is_device_code(node: ast.stmt, module: ModuleType) -> bool:
-    """Return whether a statement defines a kernel, what one calls, or an aggregate."""
+    """Return whether a statement defines a kernel, what kernels call, or an aggregate."""
     value = vars(module).get(getattr(node, "name", ""))
     if id(value) in STAND_INS:
         return False

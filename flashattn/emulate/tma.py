@@ -1,4 +1,4 @@
-"""Copies of tiles between a tensor and shared memory, which go on by themselves."""
+"""Asynchronous copies of tiles between tensors and shared memory; fences and semaphores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashattn.emulate.schedule import here
 
 
 def load_tile(descriptor: Descriptor, at: Sequence[int], barrier: Barrier, tile: Shared) -> None:
-    """Let a tile come, with 0 outside of the tensor; until then nobody may read its place."""
+    """Start loading a tile, with 0 outside of the tensor; until it lands, its memory is NaN."""
     tile.wipe()
 
     def land() -> None:
@@ -24,19 +24,19 @@ def load_tile(descriptor: Descriptor, at: Sequence[int], barrier: Barrier, tile:
 
 
 class Store:
-    """A tile on its way to memory: it is read, and later written.
+    """A store in flight: it reads its tile, and later writes to memory.
 
     Args:
-        descriptor: where to.
-        at: of the first element.
-        tile: in shared memory.
-        add: to what is there.
+        descriptor: descriptor of the tensor.
+        at: coordinates of the first element.
+        tile: tile in shared memory.
+        add: whether to add to the tensor.
     """
 
     def __init__(
         self, descriptor: Descriptor, at: Sequence[int], tile: Shared, *, add: bool
     ) -> None:
-        """Begin."""
+        """Start the store."""
         self.read = self.written = False
         self._descriptor, self._at, self._tile, self._add = descriptor, at, tile, add
         self._schedule = here().schedule
@@ -55,24 +55,24 @@ class Store:
 
 
 def store_tile(descriptor: Descriptor, at: Sequence[int], tile: Shared) -> None:
-    """Let a tile go to memory."""
+    """Start storing a tile to memory."""
     Store(descriptor, at, tile, add=False)
 
 
 def add_tile(descriptor: Descriptor, at: Sequence[int], tile: Shared) -> None:
-    """Let a tile be added to memory."""
+    """Start adding a tile to memory."""
     Store(descriptor, at, tile, add=True)
 
 
 def store_wait(pending: int) -> None:
-    """Wait until all stores of these warps but the last have been read."""
+    """Wait until all stores of these warps but the last ``pending`` have read their tiles."""
     stores = here().stores
     awaited = stores[: len(stores) - pending]
     here().pause(lambda: all(store.read for store in awaited))
 
 
 def fence_async_shared() -> None:
-    """Let copies and products see what these warps stored to shared memory."""
+    """Make these warps' stores to shared memory visible to copies and products."""
     unfenced = here().unfenced
     for publish in unfenced:
         publish()
@@ -80,7 +80,7 @@ def fence_async_shared() -> None:
 
 
 def wait_eq(counter: Pointer, value: int) -> None:
-    """Wait until a counter has a value."""
+    """Wait until a counter equals a value."""
     cell = counter.cell
     here().pause(lambda: cell.item() == value)
 
@@ -90,7 +90,7 @@ def fence_acquire() -> None:
 
 
 def arrive_inc(counter: Pointer) -> None:
-    """Wait until all stores of these warps are in memory, and count one on."""
+    """Wait until all stores of these warps are in memory, then increment a counter."""
     stores = list(here().stores)
     here().pause(lambda: all(store.written for store in stores))
     counter.add(1)

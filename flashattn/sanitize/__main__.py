@@ -2,7 +2,7 @@
 
     python -m flashattn.sanitize                  # all tools, some minutes on a GPU
     python -m flashattn.sanitize --tool memcheck  # one tool
-    python -m flashattn.sanitize --only d64       # cases with this in their names
+    python -m flashattn.sanitize --only d64       # cases with this text in their names
     python -m flashattn.sanitize --impl hopper    # the kernels of another implementation
 
 Exit status: 0 clean; 1 a finding in our kernels; 2 a wrong argument, or no GPU; 11 UNPROVEN: no
@@ -33,14 +33,14 @@ TOOLS = {
     "racecheck": "data races in shared memory",
     "consan": "shared memory used while an asynchronous copy or product may still use it",
 }
-BLIND = "initcheck", "hopper"  # a tool that does not see what an implementation stores
+BLIND = "initcheck", "hopper"  # a tool, and an implementation whose stores it does not see
 FOUND = 33  # exit status of compute-sanitizer for findings
 # Ignore failed CUDA API calls of libraries, and ptxas, which Triton starts.
 OPTIONS = "--report-api-errors no --target-processes application-only --print-limit 1000"
 SUMMARY = r"=========\s?\w+ SUMMARY: (\d+) \w+\b(?! were)"
 KIND = r"=========\s?(?:Invalid|Uninitialized|Misaligned|Program hit|Barrier error|Leaked|Internal"
 KIND += r"|(?:Error|Warning): (?:Race reported|Potential \w+ hazard))"
-# The start or the end of a case; a finding with the lines that belong to it; what consan says.
+# The start or end of a case, a finding with all of its lines, or what consan prints.
 PIECE = re.compile(
     rf"^(?:case (.*)|done (.*)|({KIND}.*(?:\n(?!{KIND}|=.* SUMMARY)=====.*)*"
     r"|.*(?:Assertion `.*` failed|Deadlock detected).*))",
@@ -58,8 +58,9 @@ def judge(tool: str, wanted: Iterable[str], output: str, status: int) -> tuple[s
     """Evaluate the output and the exit status of a tool.
 
     Returns:
-        "clean"; "findings" in our kernels or in unnamed ones; "others'" if all are in other
-        kernels; "failed" if not all wanted cases finished. And the distinct findings, or the error.
+        A verdict: "clean"; "findings" in our kernels or in unnamed ones; "others'" if all are in
+        other kernels; "failed" if not all wanted cases finished. And the distinct findings, or the
+        error.
     """
     found, done, case, ours = Counter[str](), set[str](), "between cases", False
     for began, ended, finding in PIECE.findall(output):

@@ -49,7 +49,7 @@ PROBLEMS = {
     Problem(heads=2, seq_q=300, head_dim=64, causal=True, window=(70, None), **BF16): "contiguous",
     Problem(seq_q=70, seq_kv=400, head_dim=64, causal="bottom_right", window=(20, None)): POINTERS,
     Problem(heads=2, kv_heads=1, seq_q=300, seq_kv=200, window=(20, 33), **HALF): "packed",
-    # Packed documents, and rows behind the last.
+    # Packed documents, and rows behind the last document.
     Problem(heads=2, seq_q=300, head_dim=64, causal=True, documents=PACKED, **BF16): "contiguous",
     Problem(heads=4, kv_heads=2, seq_q=300, head_dim=200, documents=PACKED, **HALF): "packed",
     # A bias and its gradient, stored with dS or by a launch of its own.

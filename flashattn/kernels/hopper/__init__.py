@@ -1,1 +1,1 @@
-"""Kernels for Hopper (sm_90a) in Gluon: warps with roles, tiles that come by themselves."""
+"""Gluon kernels for Hopper (sm_90a): warp-specialized, with tiles that TMA loads."""

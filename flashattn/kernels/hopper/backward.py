@@ -3,13 +3,13 @@
 A CTA owns 128 keys of a head, 64 for each of two consumer warpgroups, which accumulate dk and dv in
 registers while a producer warp loads tiles of queries and dO. S and dP are computed transposed,
 [keys, queries], so P and dS are in registers in the layout that the products for dv and dk need.
-For dq the warpgroups exchange dS through shared memory: ``backward_dq`` has its product, the warps
-that add it to the accumulator, and their order.
+For dq the warpgroups exchange dS through shared memory; ``backward_dq`` has the product for dq, the
+warps that add it to the accumulator, and their order.
 
 The order of products is FlashAttention-4's. The exponentials run under dP's product, the exchange
 under dv's, and dq is written to shared memory under dk's.
 
-Where many query heads share few keys, a CTA takes some of the heads: the GQA split.
+Where many query heads share few keys, a CTA takes only some of the heads: the GQA split.
 
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles; FlashAttention-4's source for the
 order of products; Triton's Gluon.
@@ -64,7 +64,7 @@ from flashattn.kernels.hopper.scheduler import ASCENDING, Shape, TileScheduler, 
 from flashattn.kernels.hopper.score import Score
 from flashattn.kernels.hopper.semaphore import DqSemaphore
 
-# Named barriers, after those of ``backward_dq``. EMPTY is one for each of three stages at most.
+# Named barriers, after those of ``backward_dq``. There is one EMPTY per stage, at most three.
 CONSUMERS, EMPTY = gl.constexpr(12), gl.constexpr(13)
 
 
@@ -83,7 +83,7 @@ def load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv):
 
 @gluon.jit
 def producer(inputs, smem, scheduler, splits, wave, shape, t):
-    """Load keys and values, and before these the first queries with dO."""
+    """Load the first queries and dO of a tile, then its keys and values, then the other queries."""
     q, k, v, grad_o, lse, minus_delta = inputs
     keys, values, queries, grads = smem.keys, smem.values, smem.queries, smem.grads
     n = 0
@@ -109,13 +109,13 @@ def producer(inputs, smem, scheduler, splits, wave, shape, t):
                 if visit == 0 and head == begin:
                     load_keys(kv_n, k, v, keys, values, batch, kv_head, start_kv)
                     kv_n += 1
-    for stage in gl.static_range(queries.stages):  # as often as consumers arrive
+    for stage in gl.static_range(queries.stages):  # wait as often as consumers arrive
         barrier_wait(EMPTY + stage, WARPGROUPS_AND_WARP)
 
 
 @gluon.jit
 def mma_minus(a, b, ones, terms, t, start=None):
-    """Begin a product as ``mma_qk`` does, and add to it the terms [rows, TERMS] of b's rows."""
+    """Start a product as ``mma_qk`` does, and add the terms [rows, TERMS] of b's rows to it."""
     acc = mma_qk(a, b, t.d_lo, t.d_hi, start)
     return warpgroup_mma(ones, terms.permute((1, 0)), acc, is_async=True)
 
@@ -134,17 +134,17 @@ def mainloop_step(
     t,
     MASKED: gl.constexpr,
 ):
-    """Compute the n-th tile of queries; ``where`` is its batch, head, first query and key.
+    """Compute the n-th query tile; ``where`` is (batch, head, first query, first key).
 
-    dV's product covers the exchange of dS. dQ is written out under dK's, which reads shared memory
-    at half the rate of the others.
+    The exchange of dS runs under dV's product. dQ is written out under dK's product, which reads
+    shared memory at half the rate of S and dP.
     """
     S: gl.constexpr = acc_layout(t.block_q)
     P: gl.constexpr = operand_layout(t.d_lo)
     queries, grads = smem.queries, smem.grads
     dk, dv = state
     batch, head, start_q, start_kv = where
-    at = opaque(0)  # addresses that are the same in each step would fill registers
+    at = opaque(0)  # otherwise addresses, equal in all steps, would fill registers
     k, v = smem.keys.term(at), smem.values.term(at)
     score = score.of_rows(start_q, mask.seq_q, t.block_q, KEYS)
     acc = score.initial_acc(start_kv, t.block_q, True)
@@ -172,19 +172,19 @@ def mainloop_step(
     p_operand = gl.convert_layout(p.to(q.dtype), P, assert_trivial=True)
     p = score.with_slope(p, s)
     ds = (p * warpgroup_mma_wait(0, deps=[dp])).to(q.dtype)
-    n = opaque(n)  # stages are computed again, for the same reason
-    # The other warpgroup has read what was there: it came to the last barrier after it did so.
+    n = opaque(n)  # stages are recomputed, for the same reason
+    # The other warpgroup has read the old dS: it did so before it arrived at the last barrier.
     exchanged = smem.sdS.index(n & 1)
     exchanged.slice(WARPGROUP * KEYS, KEYS, dim=1).permute((1, 0)).store(ds)
     dv = mma_pv(p_operand, do, dv, t.d_lo, t.d_hi)
     fence_async_shared()
     if dbias is not None and WARPGROUP == 0:
-        tma.store_wait(0)  # the last tile of dbias has left, so the next dS may take its place
+        tma.store_wait(0)  # the last dbias tile has been read, so the next dS may overwrite it
     consumer_barrier()
     if dbias is not None and WARPGROUP == 0:
         store_tile(dbias, [batch, head, start_q, start_kv], exchanged.reshape(dbias.block_shape))
     dq = mma_dq(WARPGROUP, exchanged, k, t)
-    thread_barrier()  # the compiler wants one before the next dS: here the warps have just met
+    thread_barrier()  # the compiler needs one before the next dS; here the warps are in step
     dk = mma_pv(gl.convert_layout(ds, P, assert_trivial=True), q, dk, t.d_lo, t.d_hi)
     store_sdq(WARPGROUP, mma_wait(dq, products(t.d_hi)), smem.sdQ, n)
     dk, dv = acc_wait(dk, 0, t.d_hi), acc_wait(dv, 0, t.d_hi)
@@ -194,9 +194,9 @@ def mainloop_step(
 
 @gluon.jit
 def clean_keys(WARPGROUP: gl.constexpr, k, v, start_kv, mask):
-    """Write zeros where no query sees this warpgroup's keys, by bounds of rows: they may be NaN.
+    """Under bounds of rows, zero this warpgroup's unseen keys and values, which may be NaN.
 
-    Only dq's product reads the other's keys, after a barrier of its own.
+    Only dq's product reads the other warpgroup's keys, after a barrier of its own.
     """
     if mask.rows:
         begin, end = mask.seen_keys()
@@ -208,9 +208,9 @@ def clean_keys(WARPGROUP: gl.constexpr, k, v, start_kv, mask):
 
 @gluon.jit
 def clean_queries(WARPGROUP: gl.constexpr, queries, grads, n, start, stop, mask, t):
-    """Likewise to queries and dO of tiles start - 1 ... stop; the n-th of all is the first of them.
+    """Do the same for queries and dO of tiles start - 1 ... stop; the n-th load is the first one.
 
-    Queries behind the last that sees a key are in a head's last tile, which is visited first.
+    Queries behind the last one that sees a key are in a head's last tile, which is visited first.
     """
     if mask.rows:
         end = mask.live_queries()
@@ -227,11 +227,11 @@ def clean_queries(WARPGROUP: gl.constexpr, queries, grads, n, start, stop, mask,
 def store_gradients(
     WARPGROUP: gl.constexpr, dk, dv, state, smem, kv_n, of, splits, scheduler, mask, scale, t
 ):
-    """Store dk and dv, or parts of sums; ``of`` is batch, head, and this warpgroup's first key."""
+    """Store dk and dv, or partial sums; ``of`` is (batch, head, this warpgroup's first key)."""
     dk_acc, dv_acc = state
     batch, head, start_kv = of
     if splits.count is None:
-        consumer_barrier()  # both have read all keys, so gradients may take their place
+        consumer_barrier()  # both have read all keys, so gradients may overwrite them
         k, v = smem.keys.tile(kv_n), smem.values.tile(kv_n)
         store_acc(dk_acc, scale, k.slice(WARPGROUP * KEYS, KEYS, dim=0), t.d_lo, t.d_hi)
         store_acc(dv_acc, 1.0, v.slice(WARPGROUP * KEYS, KEYS, dim=0), t.d_lo, t.d_hi)
@@ -251,9 +251,9 @@ def store_gradients(
 
 @gluon.jit
 def first_query(i, end, schedule, score, t):
-    """Return the first query of a consumer's i-th tile from the end of its visits.
+    """Return the first query of the tile that a consumer visits at index i of its loop.
 
-    Without a mask only ALiBi and a bias depend on it, and the shift schedule has it.
+    Without a mask, only ALiBi and a bias need it, and the shift schedule gives the tile.
     """
     if score.slope is not None or score.bias is not None:
         i = schedule.query_tile(end - 1 - i, end)
@@ -281,11 +281,11 @@ def consumer(
         keys.consumer_wait(kv_n)
         values.consumer_wait(kv_n)
         clean_keys(WARPGROUP, keys.tile(kv_n), values.tile(kv_n), block * BLOCK_KV, mask)
-        if not mask.two_sided:  # the last tile is masked all the same
+        if not mask.two_sided:  # the last tile is always masked
             full_end = end - 1
         full_begin = gl.minimum(full_begin, full_end)
-        for half in range(2 * shape.group):  # of a head: the last tiles, then those without a mask
-            second = half % 2 > 0  # ... and then the others, masked as the last are
+        for half in range(2 * shape.group):  # first half: masked last tiles, then whole tiles
+            second = half % 2 > 0  # second half: the first tiles, masked
             head = split_head * shape.group + half // 2
             own = score.of_head(batch, head)
             start = gl.where(second, full_begin, end)
@@ -309,8 +309,8 @@ def consumer(
         values.consumer_release(kv_n)
         kv_n += 1
     if dbias is not None and WARPGROUP == 0:
-        tma.store_wait(0)  # a CTA that ends frees its shared memory
-    barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)  # as often as the others arrive
+        tma.store_wait(0)  # dbias must be read before the CTA frees its shared memory
+    barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)  # wait as often as dq_store arrives
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -359,10 +359,10 @@ def flashattn_hopper_bwd(
     """Compute dk and dv, and add dq / scale to ``num_accums`` accumulators.
 
     The key tiles of a head take the accumulators in rotation. The first ``ordered`` of an
-    accumulator add in their order, and the others after these. lse is -lse / scale in terms, and
-    lse_log2 where scores are capped. All tensors but dq_semaphore, bounds and slopes are
-    descriptors; where heads are split, dk and dv are fp32 sums [gqa_splits, batches, ...]. Bounds
-    that are not None are all of the mask; their strides are from batch to batch, as that of slopes.
+    accumulator add in order, and the others after these. lse is -lse / scale in terms, or lse_log2
+    if scores are capped. All tensors but dq_semaphore, bounds, slopes and bias are descriptors; if
+    heads are split, dk and dv are partial sums in fp32, [gqa_splits, batches, ...]. Bounds that are
+    not None are the whole mask; their strides, and that of slopes, are between batches.
     """
     gl.static_assert(t.lines > LINE)
     gl.static_assert(t.lines <= 2 * LINE)

@@ -1,23 +1,23 @@
 """flashattn_hopper_bwd_d256_dkdv: dk and dv of D = 129 to 256; ``backward_d256_dq`` has dq.
 
-Two passes, seven products of which one pass would need five: at 256 numbers a pass that adds dq to
-memory would own 64 keys at most, as dk and dv of 128 fill all registers there are, and so add as
-many bytes to the L2 cache, 64 KiB for 64 queries, as it loads. Each output element is written by
-one program, in one order, so gradients are the same bits in each run.
+There are two passes with seven products, where one pass would need five. A pass that adds dq to
+memory could own only 64 keys at D = 256, because dk and dv of 128 keys fill all registers. It would
+add as many bytes to the L2 cache as it loads: 64 KiB for 64 queries. In two passes one CTA writes
+each output element, in a fixed order, so gradients are bitwise reproducible.
 
-A program owns 64 keys; 64 x 256 sums in fp32 are half of what a warpgroup has in registers. So one
-warpgroup computes P and sums dv, and the other takes P from it, computes dS and sums dk: P and dS
-stay in the registers that computed them, and no product is done twice. While the exponentials of
-one run, the tensor cores have two products of the other. The scores are transposed,
-[keys, queries]. P is handed over in fp16, times 2^14, which keeps 11 bits of all that counts.
+A CTA owns 64 keys; 64 x 256 sums in fp32 fill half of a warpgroup's registers. So one warpgroup
+computes P and accumulates dv, and the other takes P from it, computes dS and accumulates dk: P and
+dS stay in the registers that computed them, and no product is computed twice. While one computes
+exponentials, the tensor cores have two products of the other. The scores are transposed,
+[keys, queries]. P is passed on in fp16, times 2^14, which keeps 11 bits of all that counts.
 
-In clocks of a multiprocessor, for 64 x 64 scores: a product needs the tensor cores for 512. Shared
-memory gives 128 bytes a clock: a product of two operands from there takes 512, too, one whose left
-operand is in registers 256; a tile that comes takes 256. This kernel so needs 2048 for its
-products and about 2200 for shared memory, and that of dq 1536 and 1536. At three quarters of that,
-what the forward reaches, both take 5000 clocks, 10.5 MFLOP of the five products: about 460 TFLOP/s.
+Clocks of an SM for 64 x 64 scores: a product takes 512 on the tensor cores. Shared memory delivers
+128 bytes a clock: a product with both operands there also takes 512, one whose left operand is in
+registers takes 256, and an incoming tile takes 256. So this kernel needs 2048 for products and
+about 2200 for shared memory, and that of dq 1536 and 1536. At three quarters of that rate, which
+the forward reaches, both take 5000 clocks for the 10.5 MFLOP of five products: about 460 TFLOP/s.
 One pass would need 2560 and 3650, and 64 KiB of additions in memory. Measured on an H200, N = 4096
-without a mask: 460 and 495 in two runs; each alone makes 626 and 669 of its own products.
+without a mask: 460 and 495 in two runs; alone, the kernels reach 626 and 669 on their own products.
 
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles; Triton's Gluon.
 """
@@ -50,7 +50,7 @@ from flashattn.kernels.hopper.scheduler import ASCENDING, LINEAR, Shape, TileSch
 from flashattn.kernels.hopper.score import Score
 
 BLOCK = gl.constexpr(64)  # keys of a tile; queries of a tile, or of a warpgroup
-LIFT = gl.constexpr(14.0)  # P is stored times 2^14: small ones are normal numbers in fp16, too
+LIFT = gl.constexpr(14.0)  # P is stored times 2^14, so small ones are normal numbers in fp16, too
 LOWER = gl.constexpr(2.0**-14)
 
 
@@ -70,10 +70,10 @@ def visited_query_tiles(block, mask):
 
 @gluon.jit
 def producer_dkdv(inputs, pipeline, own_pipeline, scheduler, splits, shape):
-    """Load k and the queries, or v and dO, the first tile of these first.
+    """Load the first queries, then k, then the other queries; or the same for dO and v.
 
-    Each pair has a warp of its own: a tile of queries is in use for longer than one of dO, and a
-    warp that waited for a stage of the one would leave a stage of the other empty.
+    Each pair has a warp of its own: a query tile is in use for longer than a dO tile, and a warp
+    that waited for a stage of one would leave a stage of the other empty.
     """
     x, row_stats, own, x_high, own_high = inputs
     n = 0
@@ -92,7 +92,7 @@ def producer_dkdv(inputs, pipeline, own_pipeline, scheduler, splits, shape):
 
 @gluon.jit
 def compute_p(n, s, lse_log2, sP, start_q, start_kv, masked, score, DTYPE: gl.constexpr):
-    """Return 2^14 P of the n-th tile of queries, packed, and share it; masked may be None."""
+    """Return 2^14 P of the n-th query tile, packed, and store it in sP; masked may be None."""
     rows = lse_log2.load(gl.SliceLayout(0, s.type.layout)) - LIFT
     s = score.capped(s)
     x = s * score.log2 - rows[None, :]
@@ -100,14 +100,14 @@ def compute_p(n, s, lse_log2, sP, start_q, start_kv, masked, score, DTYPE: gl.co
     if masked is not None:
         mask, bounds, _ = masked
         p = mask.apply_transposed(p, start_q, start_kv, bounds, True)
-    # The n-th queries lie where the stages before them did, which dk released after it read P.
+    # This stage of sP is free: dk read its old P before it released the stage of these queries.
     sP.store(n, score.with_slope(p, s))
     return pack(p, DTYPE)
 
 
 @gluon.jit
 def dv_step(n, state, k, queries, grads, sP, start_q, start_kv, masked, score, t):
-    """Add the tile of queries before the n-th to dv, and compute P of the n-th."""
+    """Add the query tile before the n-th to dv, and compute P of the n-th."""
     p, dv = state
     if masked is not None:
         mask, _, live = masked
@@ -140,7 +140,7 @@ def store_grad(
 ):
     """Store dk or dv of this CTA's keys, through a tile of shared memory that nobody reads again.
 
-    It is the one at a place of a pipeline, of LO + HI columns or more.
+    The tile is stage ``at`` of a pipeline, and has LO + HI columns or more.
     """
     x, x_high = descriptors
     block, batch, split_head = coord
@@ -159,7 +159,7 @@ def store_grad(
 
 @gluon.jit
 def consumer_dv(dv, keys, queries, grads, sP, scheduler, splits, shape, score, t):
-    """Compute P, and dv; the keys are this warpgroup's own."""
+    """Compute P and dv; only this warpgroup reads the keys."""
     n = 0
     block, batch, split_head = scheduler.tile_coord(gl.program_id(0))
     start_kv = block * BLOCK
@@ -179,10 +179,10 @@ def consumer_dv(dv, keys, queries, grads, sP, scheduler, splits, shape, score, t
     p = compute_p(n, s, lse_log2, sP, first * BLOCK, start_kv, first_masked, own, k.dtype)
     n += 1
     state = p, zero_acc(t.v_lo, t.v_hi)
-    for run in range(RUNS * shape.group):  # of a head: masked tiles and those without a mask
+    for run in range(RUNS * shape.group):  # first run of a head: masked tiles, then whole ones
         own = score.of_head(batch, split_head * shape.group + run // RUNS)
         begin, masked_end = first + 1 - gl.minimum(run // RUNS, 1), full_begin
-        if mask.two_sided:  # ... and then the others, which left masks
+        if mask.two_sided:  # second run: tiles that the left bound cuts
             begin = gl.where(run % 2 > 0, gl.maximum(begin, full_end), begin)
             masked_end = gl.where(run % 2 > 0, end, full_begin)
         if mask.masked:
@@ -203,8 +203,8 @@ def consumer_dv(dv, keys, queries, grads, sP, scheduler, splits, shape, score, t
 
 @gluon.jit
 def compute_ds(dp, delta, grads, sP, n, DTYPE: gl.constexpr):
-    """Take P of the n-th tile of queries, and return dS, packed."""
-    # Scaled differences suit fp16, too: 2^14 P (dP - delta) could be more than it can hold.
+    """Load P of the n-th query tile from sP, and return dS, packed."""
+    # The differences are scaled by 2^-14: 2^14 P (dP - delta) could be too large for fp16.
     layout: gl.constexpr = dp.type.layout
     rows = delta.load(gl.SliceLayout(0, layout)) * LOWER
     p = sP.load(n, layout)
@@ -214,7 +214,7 @@ def compute_ds(dp, delta, grads, sP, n, DTYPE: gl.constexpr):
 
 @gluon.jit
 def dk_step(n, state, v, queries, grads, sP, t):
-    """Add the tile of queries before the n-th to dk, and compute dS of the n-th."""
+    """Add the query tile before the n-th to dk, and compute dS of the n-th."""
     ds, dk = state
     q = queries.consumer_wait(n - 1)
     dk = mma_packed(ds, q, dk, t.d_lo, t.d_hi)
@@ -228,7 +228,7 @@ def dk_step(n, state, v, queries, grads, sP, t):
 
 @gluon.jit
 def consumer_dk(dk, values, queries, grads, sP, scheduler, splits, shape, scale, t):
-    """Compute dS, and dk; the values are this warpgroup's own."""
+    """Compute dS and dk; only this warpgroup reads the values."""
     n = 0
     block, batch, split_head = scheduler.tile_coord(gl.program_id(0))
     mask = shape.mask_of(batch)
@@ -249,7 +249,7 @@ def consumer_dk(dk, values, queries, grads, sP, scheduler, splits, shape, scale,
     ds, acc = state
     acc = mma_packed(ds, queries.consumer_wait(n - 1), acc, t.d_lo, t.d_hi)
     acc = acc_wait(acc, 0, t.d_hi)
-    # dv has read the last queries: their P came from it. The tile of values may be too narrow.
+    # dv has read the last queries: it computed their P. The tile of values may be too narrow.
     at, coord = (n - 1) % queries.stages, (block, batch, split_head)
     store_grad(dk, acc, scale, queries, at, coord, scheduler, splits, mask.seq_kv, t.d_lo, t.d_hi)
 
@@ -296,7 +296,7 @@ def flashattn_hopper_bwd_d256_dkdv(
 ):
     """Compute dk and dv.
 
-    All tensors but bounds and slopes are descriptors, and dk and dv are none where heads are split.
+    All tensors are descriptors but bounds, slopes and, if heads are split, dk and dv.
     Tiles are as in ``flashattn_hopper_fwd``, and bounds as in ``flashattn_hopper_bwd``.
     """
     mask = Mask(seq_q, seq_kv, left, right, key_bounds, query_bounds)
@@ -307,7 +307,7 @@ def flashattn_hopper_bwd_d256_dkdv(
     splits = new_gqa_splits(gqa_splits, head_dim, strides)
     keys = new_pipeline(k, 1, 1, high=k_high)
     values = new_pipeline(v, 1, 1, high=v_high)
-    # dk releases q after P was computed.
+    # dk releases q after dv has computed P.
     queries = new_pipeline(q, t.stages, 1, row_stats=lse_log2, high=q_high)
     grads = new_pipeline(grad_o, t.stages, 2, row_stats=delta, high=grad_o_high)
     sP = new_shared_p(gl.float16, t.stages, BLOCK, BLOCK)

@@ -1,6 +1,6 @@
-"""flashattn_hopper_bwd_d256_dq: dq of D = 129 to 256; ``backward_d256`` says why it is a pass.
+"""flashattn_hopper_bwd_d256_dq: dq of D = 129 to 256; ``backward_d256`` says why there are two.
 
-A program owns 128 queries, 64 for each of two warpgroups, and walks over keys as the forward does.
+A CTA owns 128 queries, 64 for each of two warpgroups, and visits keys as the forward does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def visited_key_tiles(block, mask):
 
 @gluon.jit
 def producer_dq(inputs, high, pipelines, scheduler, shape):
-    """Load queries and dO, and then keys and values from the last to the first."""
+    """Load queries and dO, then keys and values from last to first."""
     q, k, v, grad_o = inputs
     queries, grads, keys, values = pipelines
     q_high, k_high, v_high, grad_o_high = high
@@ -68,16 +68,16 @@ def producer_dq(inputs, high, pipelines, scheduler, shape):
 
 @gluon.jit
 def opaque_tile(pipeline, n):
-    """Return the n-th tile, of a few that stay, at an address that the compiler cannot keep.
+    """Return the n-th tile, which stays in place, by an address that the compiler cannot hoist.
 
-    It would keep the addresses of all 32 operands of a step's first two products in registers.
+    Otherwise registers would hold the addresses of all 32 operands of a step's first two products.
     """
     return pipeline.tile(opaque(n))
 
 
 @gluon.jit
 def compute_p_ds(n, s, dp, values, stats, start_q, start_kv, masked, score, t):
-    """Return dS of the n-th tile of keys, packed; the products for its scores and dP are begun.
+    """Return dS of the n-th key tile, packed; the products for its S and dP are in flight.
 
     masked may be None.
     """
@@ -97,7 +97,7 @@ def compute_p_ds(n, s, dp, values, stats, start_q, start_kv, masked, score, t):
 def dq_step(
     WARPGROUP: gl.constexpr, n, state, pipelines, stats, start_q, start_kv, masked, score, t
 ):
-    """Add the tile of keys before the n-th to dq, and compute dS of the n-th."""
+    """Add the key tile before the n-th to dq, and compute dS of the n-th."""
     queries, grads, keys, values = pipelines
     ds, dq = state
     if masked is not None:
@@ -160,7 +160,7 @@ def consumer_dq(
     n += 1
     state = ds, zero_acc(t.d_lo, t.d_hi)
     full_end = gl.minimum(full_end, end - 1)
-    for run in range(RUNS):  # masked tiles and those without a mask; then those masked by left
+    for run in range(RUNS):  # masked, then whole tiles; second run: left bound
         start, stop, low = descending_run(run, first, full_begin, full_end, end - 1, mask.two_sided)
         if mask.masked:  # else only the last tile of keys may need a mask
             for i in range(start - 1, stop - 1, -1):

@@ -1,14 +1,14 @@
 """dq of flashattn_hopper_bwd: its product, the accumulator, and the order of the additions.
 
-Each consumer warpgroup computes half of a tile of dq from all 128 keys of the CTA. Two warps in
-turns add a tile to an fp32 accumulator; flashattn_hopper_bwd_postprocess converts that.
+Each consumer warpgroup computes half of a dq tile from all 128 keys of the CTA. Two warps take
+turns adding dq tiles to an fp32 accumulator, which flashattn_hopper_bwd_postprocess converts.
 
-The first CTA that adds to a tile of dq stores instead, so nobody clears the accumulator.
-Deterministic: a semaphore for each tile orders the additions, and a warp of its own waits for it.
+The first CTA that adds to a dq tile stores instead, so the accumulator need not be cleared.
+For determinism a semaphore per tile orders the additions, and a warp of its own waits for it.
 A CTA waits only for CTAs that have started, so there is no deadlock:
 
-* Under a causal mask the order is that of the keys, and a lower id starts earlier. One long head
-  takes several accumulators in rotation, which shortens the queue.
+* Under a causal mask the order is that of the keys, and a lower id starts earlier. A long head
+  uses several accumulators in rotation, which shortens the queue.
 * Without a mask the order is that of the visits in the shift schedule. The launch is cooperative,
   so the CTAs of a wave run at once.
 
@@ -46,15 +46,15 @@ from flashattn.kernels.hopper.scheduler import shift_schedule
 from flashattn.kernels.hopper.semaphore import arrive_inc, fence_acquire, wait_eq
 from flashattn.kernels.hopper.tma import swizzled
 
-QUERIES = gl.constexpr(64)  # of a warpgroup's half of a tile of dq
+QUERIES = gl.constexpr(64)  # of a warpgroup's half of a dq tile
 LINE = gl.constexpr(64)  # numbers in a row of the dq accumulator
-# Named barriers: DQ_FULL is one for each warp that stores, DQ_EMPTY one for each warpgroup.
+# Named barriers: one DQ_FULL per dq_store warp, one DQ_EMPTY per consumer warpgroup.
 DQ_FULL, DQ_EMPTY = gl.constexpr(8), gl.constexpr(10)
 
 
 @gluon.jit
 def dq_semaphore_wait(semaphore, arrivals, scheduler, wave, shape, t):
-    """Wait for the dq semaphores, and send their values to the warps that store dq."""
+    """Wait for the dq semaphores, and send their values to the dq_store warps."""
     n = 0
     for tile in range(gl.program_id(0), scheduler.tiles, gl.num_programs(0)):
         block, batch, split_head = scheduler.tile_coord(tile)
@@ -74,7 +74,7 @@ def dq_semaphore_wait(semaphore, arrivals, scheduler, wave, shape, t):
 
 @gluon.jit
 def reduce_add_dq(dq, sdQ, accum_batch, head, row, first, LINES: gl.constexpr):
-    """Add a tile of dq, LINES of the accumulator, to it; or store it, if it is the first."""
+    """Add a dq tile, which has LINES lines, to the accumulator; store it if it is the first."""
     BOX: gl.constexpr = dq.block_shape[2]
     for i in gl.static_range(0, LINES, BOX):
         box = sdQ.index(i // LINE).slice(i % LINE, BOX, dim=2)
@@ -86,14 +86,14 @@ def reduce_add_dq(dq, sdQ, accum_batch, head, row, first, LINES: gl.constexpr):
 
 @gluon.jit
 def release_sdq():
-    """Tell both warpgroups that they may write the next tile of dq."""
-    for w in gl.static_range(2):  # each on its own: neither waits for the other
+    """Signal both warpgroups that they may write the next dq tile."""
+    for w in gl.static_range(2):  # a barrier each: neither waits for the other
         barrier_arrive(DQ_EMPTY + w, WARPGROUP_AND_WARP)
 
 
 @gluon.jit
 def dq_store(WARP: gl.constexpr, dq, sdQ, semaphore, arrivals, scheduler, wave, shape, t):
-    """Add every other dq tile to the accumulator: a CTA's even ones, or the odd ones.
+    """Add every other dq tile of a CTA to the accumulator: the even ones, or the odd ones.
 
     The other warp stores the next tile while this one waits until its writes are in memory.
     """
@@ -112,7 +112,7 @@ def dq_store(WARP: gl.constexpr, dq, sdQ, semaphore, arrivals, scheduler, wave, 
             for visit in range((n + WARP) % 2, visits, 2):
                 i = schedule.query_tile(visit, end)
                 value = arrivals.read(n + visit)
-                if mask.masked and not mask.rows:  # cheaper to compute again than to keep
+                if mask.masked and not mask.rows:  # cheaper to recompute than to keep
                     value = semaphore.value(schedule, i, end, block, first_key_tile(i, mask, t))
                 fence_acquire()
                 barrier_wait(DQ_FULL + WARP, WARPGROUPS_AND_WARP)
@@ -126,7 +126,7 @@ def dq_store(WARP: gl.constexpr, dq, sdQ, semaphore, arrivals, scheduler, wave, 
 
 @gluon.jit
 def mma_dq(WARPGROUP: gl.constexpr, ds, k, t):
-    """Begin this warpgroup's part of dq, of 64 queries and some columns, over all keys."""
+    """Start this warpgroup's half of dq, 64 queries by COLUMNS columns, over all keys."""
     COLUMNS: gl.constexpr = t.lines - LINE if WARPGROUP == 1 else LINE
     if t.block_q == QUERIES:
         k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)
@@ -138,10 +138,10 @@ def mma_dq(WARPGROUP: gl.constexpr, ds, k, t):
 
 @gluon.jit
 def to_accum_layout(dq):
-    """Return a part of dq in the accumulator's order, as rows of 64 numbers.
+    """Return a warpgroup's half of dq in the accumulator's order, as rows of 64 numbers.
 
-    Rows are (warp, half, lane // 4), columns (block, lane % 4, pair). In memory the four numbers of
-    a thread in a block are neighbours, then threads, then blocks: no bank is in conflict.
+    Rows of dq are (warp, half, lane // 4), columns (block, lane % 4, pair). In memory a thread's
+    four numbers of a block are adjacent, then come threads, then blocks: no bank conflicts.
     """
     COLUMNS: gl.constexpr = dq.shape[1]
     dq = gl.permute(gl.reshape(dq, [4, 2, 8, COLUMNS // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
@@ -150,7 +150,7 @@ def to_accum_layout(dq):
 
 @gluon.jit
 def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, n):
-    """Write this warpgroup's part of the n-th tile of dq to shared memory."""
+    """Write this warpgroup's half of the n-th dq tile to shared memory."""
     barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)
     part = sdQ.index(WARPGROUP).reshape([LINE, LINE]).slice(0, dq.shape[1], dim=0)
     part.store(to_accum_layout(dq))
@@ -177,10 +177,10 @@ def flashattn_hopper_bwd_postprocess(
     BLOCK_Q: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write dq = scale * the sum of the accumulators in their order, and 0 to fully masked rows.
+    """Write dq = scale * the sum of the accumulators, in order, and 0 to fully masked rows.
 
-    A head has ``blocks`` of 64 queries; 32 columns of one are 32 rows of 64 numbers. An accumulator
-    that no key tile has added to is not set.
+    A head has ``blocks`` blocks of 64 queries; 32 columns of a block are 32 rows of 64 numbers. An
+    accumulator that no key tile has added to is uninitialized.
     """
     block = tl.program_id(0)
     row = (block // blocks).to(tl.int64)
@@ -191,7 +191,7 @@ def flashattn_hopper_bwd_postprocess(
     accums = num_accums
     if right is not None:
         tile = block % blocks * 64 // BLOCK_Q
-        if tile < tl.cdiv(seq_q, BLOCK_Q) - 1:  # the last is visited by all
+        if tile < tl.cdiv(seq_q, BLOCK_Q) - 1:  # all key tiles visit the last
             _, hi = keys_of_tl((tile + 1) * BLOCK_Q - 1, None, right, None, seq_q, seq_kv)
             accums = tl.minimum(num_accums, tl.cdiv(hi, 128))
     base = dq + row // heads * dq_strides[0] + row % heads * dq_strides[1]
@@ -214,7 +214,7 @@ def flashattn_hopper_bwd_postprocess(
 
 
 class DqAccumSpec(NamedTuple):
-    """The workspace [B, H, lines, 64] in fp32, of which [lines, 64] are stored at a time."""
+    """The dq accumulator [B, H, rows, 64] in fp32, of which [lines, 64] are stored at a time."""
 
     lines: int
 

@@ -1,13 +1,13 @@
 """flashattn_hopper_bwd_fp32_dkdv, flashattn_hopper_bwd_fp32_dq: gradients of D up to 128 in fp32.
 
-The portable passes by bf16 terms, shared by two consumer warpgroups as in ``backward_d256``: one
-computes P, the other takes it and computes dS; dv is summed by the first, dk and dq by the second.
-Each has one accumulator of 64 rows in registers, and one tile that stays, whose addresses it
-keeps; a single warpgroup would have to spill. While one waits, the tensor cores have the other's
+These are the portable passes by bf16 terms, shared by two consumer warpgroups as in
+``backward_d256``: one computes P and accumulates dv; the other takes P, computes dS and accumulates
+dk or dq. Each has one accumulator of 64 rows in registers, and one tile that stays, whose addresses
+it keeps; a single warpgroup would spill. While one waits, the tensor cores have the other's
 products.
 """
 
-# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,19 +22,19 @@ from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
 from flashattn.kernels.hopper.registers import acc_layout
 from flashattn.kernels.hopper.scheduler import ASCENDING, DESCENDING, LINEAR, Shape, one_tile_each
 
-OWNED = gl.constexpr(64)  # rows of a program's own tile
+OWNED = gl.constexpr(64)  # rows of a CTA's own tile
 STAGES = gl.constexpr(2)
 
 
 @gluon.constexpr_function
 def walked(parts):
-    """Return rows of a tile that comes by: as many as leave room for a second one."""
+    """Return the rows of a visited tile: as many as leave room for a second one."""
     return 64 if parts == 2 else 32
 
 
 @aggregate
 class Splits:
-    """Splits of the rows that a CTA visits, ``length`` whole tiles of them each; or one, of all."""
+    """Splits of the rows that a CTA visits: ``length`` rows each, or all if not ``several``."""
 
     batches: gl.tensor
     length: gl.tensor
@@ -49,7 +49,7 @@ class Splits:
 
     @gluon.jit
     def tiles(self, split_batch, first, end, WALKED: gl.constexpr):
-        """Return (batch, first, end) of a split: what of tiles first ... end - 1 is in it."""
+        """Return (batch, first, end) of a split: its part of tiles first ... end - 1."""
         batch = split_batch
         if self.several:
             batch = split_batch % self.batches
@@ -87,7 +87,7 @@ def producer_dkdv(x, own, pipeline, own_pipeline, kv_heads, splits, shape, TERMS
 
 @gluon.jit
 def consumer_dv(out, inputs, kv_heads, splits, shape, scale_log2, TERMS: gl.constexpr):
-    """Compute P, and dv."""
+    """Compute P and dv."""
     WALKED: gl.constexpr = walked(TERMS)
     S: gl.constexpr = acc_layout(WALKED)
     dv, strides, head_dim = out
@@ -107,8 +107,8 @@ def consumer_dv(out, inputs, kv_heads, splits, shape, scale_log2, TERMS: gl.cons
             p = gl.exp2(s * scale_log2 - lse_log2_rows[None, :])
             if shape.mask.masked:
                 p = shape.mask.apply_transposed(p, i * WALKED, start_kv, (0, 0), True)
-            # The n-th queries lie where those of two tiles before did, which dk released after it
-            # read P.
+            # This stage of sP is free: dk read its old P before it released the stage of these
+            # queries.
             sP.store(n, p)
             do = grads.consumer_wait(n)
             acc += mma_terms(bf16_terms(p, COLUMNS, TERMS), do, TERMS)
@@ -119,7 +119,7 @@ def consumer_dv(out, inputs, kv_heads, splits, shape, scale_log2, TERMS: gl.cons
 
 @gluon.jit
 def consumer_dk(out, inputs, kv_heads, splits, shape, scale, TERMS: gl.constexpr):
-    """Compute dS, and dk."""
+    """Compute dS and dk."""
     WALKED: gl.constexpr = walked(TERMS)
     S: gl.constexpr = acc_layout(WALKED)
     dk, strides, head_dim = out
@@ -181,7 +181,7 @@ def flashattn_hopper_bwd_fp32_dkdv(
     splits = Splits(batches, split_len, SPLIT)
     keys = new_pipeline(k, 1, 1, TERMS)
     values = new_pipeline(v, 1, 1, TERMS)
-    queries = new_pipeline(q, STAGES, 1, TERMS)  # dk releases q after P was computed from it
+    queries = new_pipeline(q, STAGES, 1, TERMS)  # dk releases q after dv has computed P
     grads = new_pipeline(grad_o, STAGES, 2, TERMS)
     sP = new_shared_p(gl.float32, STAGES, OWNED, walked(TERMS))
     dv_out, dk_out = (dv, dv_strides, head_dim), (dk, dk_strides, head_dim)
@@ -248,7 +248,7 @@ def consumer_p(inputs, heads, splits, shape, scale_log2, TERMS: gl.constexpr):
 
 @gluon.jit
 def consumer_dq(out, inputs, heads, splits, shape, scale, TERMS: gl.constexpr):
-    """Compute dS, and dq."""
+    """Compute dS and dq."""
     WALKED: gl.constexpr = walked(TERMS)
     S: gl.constexpr = acc_layout(WALKED)
     dq, strides, head_dim = out
@@ -301,7 +301,7 @@ def flashattn_hopper_bwd_fp32_dq(
     splits = Splits(batches, split_len, SPLIT)
     queries = new_pipeline(q, 1, 1, TERMS)
     grads = new_pipeline(grad_o, 1, 1, TERMS)
-    keys = new_pipeline(k, STAGES, 1, TERMS)  # dq releases k after P was computed from it
+    keys = new_pipeline(k, STAGES, 1, TERMS)  # dq releases k after P has been computed
     values = new_pipeline(v, STAGES, 1, TERMS)
     sP = new_shared_p(gl.float32, STAGES, OWNED, walked(TERMS))
     dq_out, p_in = (dq, dq_strides, head_dim), (lse_log2, lse_rows, queries, keys, sP)

@@ -1,6 +1,6 @@
 """The shared memory of flashattn_hopper_bwd."""
 
-# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -10,7 +10,7 @@ from flashattn.kernels.hopper.compat import aggregate
 from flashattn.kernels.hopper.pipeline import Pipeline, new_pipeline
 
 KEYS = gl.constexpr(64)  # of a warpgroup
-TERMS = gl.constexpr(16)  # columns of -lse / scale and -delta, three bf16 terms and zeros
+TERMS = gl.constexpr(16)  # columns of -lse / scale and -delta: three bf16 terms, then zeros
 
 
 @aggregate
@@ -18,13 +18,13 @@ class SharedStorage:
     """The shared memory of a CTA.
 
     Args:
-        keys: of the CTA, as long as it owns them.
-        values: likewise.
+        keys: the keys that the CTA owns.
+        values: the values of these keys.
         ones: see ``new_ones``.
-        queries: with -lse / scale in terms, or lse_log2 where scores are capped.
-        grads: dO, with -delta in terms.
+        queries: query tiles, with -lse / scale in terms, or lse_log2 if scores are capped.
+        grads: dO tiles, with -delta in terms.
         sdS: dS [queries, keys] of the tile that both warpgroups work on, and of the next.
-        sdQ: the tile of dq that is stored.
+        sdQ: the dq tile that is added to the accumulator.
     """
 
     keys: Pipeline
@@ -49,7 +49,7 @@ class SharedStorage:
 
 @gluon.jit
 def new_ones():
-    """Return [KEYS, TERMS] in shared memory that adds three terms up, as the left of a product."""
+    """Return the left operand [KEYS, TERMS] of a product that sums three terms."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [gl.num_warps(), 1], [1, 0])
     columns = gl.arange(0, TERMS, layout=gl.SliceLayout(0, layout))
     x = gl.full([KEYS, TERMS], 1.0, gl.float32, layout)

@@ -1,4 +1,4 @@
-"""The tiles of flashattn_hopper_bwd: 128 keys, and the tiles of queries that they visit."""
+"""The key tiles of flashattn_hopper_bwd, 128 keys each, and the query tiles that they visit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ BLOCK_KV = gl.constexpr(128)
 def visited_tiles(block, mask, t):
     """Return (first, full_begin, full_end, end) of query tiles.
 
-    The keys of tiles full_begin ... full_end - 1 need no mask. There is at least one tile, but none
-    where a two-sided mask hides the keys from all queries: who has no turn must not wait for one.
+    Tiles full_begin ... full_end - 1 need no mask. There is at least one tile, unless a two-sided
+    mask hides the keys from all queries: that CTA has no turn to add dq, and must not wait for one.
     """
     start_kv = block * BLOCK_KV
     first, full_begin, full_end, end = mask.query_tiles(start_kv, t.block_q, BLOCK_KV)

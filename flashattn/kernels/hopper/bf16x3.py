@@ -1,7 +1,7 @@
-"""fp32 products by two or three bf16 terms of each operand, see ``portable.bf16x3``.
+"""fp32 products from two or three bf16 terms of each operand, see ``portable.bf16x3``.
 
-As the portable kernels do it: the lesser products first, the greatest to their sum, each in a sum
-of its own, which is then added in fp32.
+As in the portable kernels, the smaller products come first, and the largest is added to their sum.
+Each call has an accumulator of its own, which the caller adds in fp32.
 """
 
 from triton.experimental import gluon
@@ -15,19 +15,19 @@ from flashattn.kernels.hopper.registers import acc_layout, operand_layout
 
 @gluon.jit
 def leading_bits(x, ADD: gl.constexpr):
-    """Return the first 8 bits of each number, truncated if ADD is 0, rounded if HALF_BIT."""
+    """Return the leading 8 bits of each number, truncated if ADD is 0, rounded if HALF_BIT."""
     return ((x.to(gl.int32, bitcast=True) + ADD) & HIGH_BITS).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def bf16_operand(x, COLUMNS: gl.constexpr):
-    """Return a term as the left of a product of COLUMNS."""
+    """Return a term as the left operand of a product with COLUMNS columns."""
     return gl.convert_layout(x.to(gl.bfloat16), operand_layout(COLUMNS), assert_trivial=True)
 
 
 @gluon.jit
 def bf16_terms(x, COLUMNS: gl.constexpr, TERMS: gl.constexpr, ADD: gl.constexpr = 0):
-    """Return the terms of x, in fp32, as the left of a product: see ``portable.mma.decompose``."""
+    """Return the bf16 terms of fp32 x as left operands, see ``portable.mma.decompose``."""
     a = leading_bits(x, ADD)
     rest = x - a
     rest = gl.where(rest == rest, rest, 0.0)  # inf - inf
@@ -57,7 +57,7 @@ def mma_terms(a, b, TERMS: gl.constexpr):
         acc = warpgroup_mma(a[0], b[1], acc, is_async=True)
     acc = warpgroup_mma(a[1], b[0], acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    acc = gl.where(acc == acc, acc, 0.0)  # inf * 0, of numbers whose product is inf
+    acc = gl.where(acc == acc, acc, 0.0)  # inf * 0 of terms whose full product is inf
     acc = warpgroup_mma(a[0], b[0], acc, is_async=True)
     return warpgroup_mma_wait(0, deps=[acc])
 

@@ -1,11 +1,12 @@
-"""A bias on the device: what is added to the scores of a head.
+"""A bias on the device, which is added to the scores of a head.
 
-A warpgroup loads rows as they lie, and exchanges them through shared memory. In the layout of
-scores each load of a warp would touch eight rows, which takes the L1 cache eight cycles. A relative
-bias is one row: loaded in that layout, it is what products of queries and keys are added to.
+A warpgroup loads whole rows, and brings them into the layout of scores through shared memory. If
+they were loaded in that layout, each load of a warp would touch eight rows, which takes the L1
+cache eight cycles. A relative bias is one row: it is loaded in the layout of scores, as the initial
+accumulator of S.
 """
 
-# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -15,22 +16,22 @@ from flashattn.kernels.hopper.registers import acc_layout, bits_as, to_fp32
 from flashattn.plan import bias
 
 MARGIN = gl.constexpr(bias.MARGIN)
-STRIP_ROWS, STRIP_COLUMNS = gl.constexpr(64), gl.constexpr(8)  # of scores, loaded at once
+STRIP_ROWS, STRIP_COLUMNS = gl.constexpr(64), gl.constexpr(8)  # scores that are loaded at once
 
 
 @gluon.constexpr_function
 def rows_layout(columns):
-    """Return the layout in which a warpgroup loads rows of so many keys, 16 bytes a thread."""
+    """Return the layout in which a warpgroup loads rows of ``columns`` keys, 16 bytes a thread."""
     across = columns // 8
     return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
 
 @aggregate
 class Bias:
-    """The bias of all heads, after ``of_head`` of one, after ``of_rows`` of a tile's queries.
+    """The bias of all heads; after ``of_head``, of one head; after ``of_rows``, of a query tile.
 
-    Strides are None where all share it. ``length`` is that of a relative bias, ``vector`` the keys
-    that come together, and ``rows`` are where the queries begin.
+    A stride is None where the dimension is broadcast. ``length`` is that of a relative bias,
+    ``vector`` the number of keys that are loaded together, and ``rows`` the offsets of the queries.
     """
 
     start: gl.tensor
@@ -44,7 +45,7 @@ class Bias:
 
     @gluon.constexpr_function
     def __init__(self, start, batch, head, query, key, length, vector, rows=None):
-        """Store the fields: a stride of 1 is an integer that the compiler knows."""
+        """Store the fields; strides that are Python integers, such as 1, become constexprs."""
         self.start = start
         self.batch = gl.constexpr(batch) if batch is None or isinstance(batch, int) else batch
         self.head = gl.constexpr(head) if head is None or isinstance(head, int) else head
@@ -67,7 +68,7 @@ class Bias:
 
     @gluon.jit
     def of_rows(self, start_q, seq_q, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-        """Return the bias of a tile's queries; those that only pad have the last one's."""
+        """Return the bias of a tile's queries; rows of padding repeat the last query's."""
         V: gl.constexpr = self.vector
         if self.length is not None:
             start = self.start + (MARGIN + seq_q - 1 - start_q)
@@ -83,11 +84,11 @@ class Bias:
 
     @gluon.jit
     def load(self, start_kv, seq_kv, COLUMNS: gl.constexpr, ALL_KEYS: gl.constexpr):
-        """Load a tile of keys, all of which exist if ALL_KEYS; None where bias is relative."""
+        """Load a tile of keys, all of which exist if ALL_KEYS; return None if bias is relative."""
         V: gl.constexpr = self.vector
         bias = None
         if self.length is None:
-            start_kv = start_kv // COLUMNS * COLUMNS  # now the compiler knows that it is a multiple
+            start_kv = start_kv // COLUMNS * COLUMNS  # tells the compiler that it is a multiple
             keys = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, rows_layout(COLUMNS)))
             if self.key is not None:
                 at = self.rows[:, None] + ((start_kv + keys).to(gl.int64) * self.key)[None, :]
@@ -102,9 +103,9 @@ class Bias:
 
     @gluon.jit
     def by_distance(self, start_kv, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr):
-        """Load a tile of a relative bias in the layout of scores; None where it is not relative.
+        """Load a tile of a relative bias in the layout of scores; return None for another bias.
 
-        A tile is [keys, queries] if TRANSPOSED.
+        The tile is [keys, queries] if TRANSPOSED.
         """
         bias = None
         if self.length is not None:
@@ -119,9 +120,10 @@ class Bias:
 
 @gluon.jit
 def load_columns(pointers, STEP: gl.constexpr, WIDTH: gl.constexpr):
-    """Load [STRIP_ROWS, WIDTH]; pointers are to the first columns, and the next lie STEP behind.
+    """Load [STRIP_ROWS, WIDTH] in strips: pointers are to the first, and the next is STEP further.
 
-    So a thread computes few addresses: the compiler sees no constants in those of a whole tile.
+    A thread thus computes few addresses, and the others differ by constants. The compiler does not
+    see these constants in the addresses of a whole tile.
     """
     if WIDTH == STRIP_COLUMNS:
         x = gl.load(pointers)
@@ -151,7 +153,7 @@ def as_scores(bias):
 
 @gluon.jit
 def exchanged(bias, place):
-    """Return a tile of a bias that is exact in bf16 or place's dtype, as ``transposed`` does."""
+    """Do the same as ``transposed`` for a tile that is exact in bf16 or in place's dtype."""
     if bias.dtype == gl.float32:
         place.store(bits_as(bias.to(gl.bfloat16), place.dtype))
         x = bits_as(place.permute((1, 0)).load(acc_layout(bias.shape[0])), gl.bfloat16)
@@ -163,13 +165,13 @@ def exchanged(bias, place):
 
 @gluon.jit
 def transposed(bias, place):
-    """Return a tile of a bias in fp32, exchanged in place, in the layout of scores [keys, queries].
+    """Transpose a tile of a bias through ``place``; return it in fp32 as scores [keys, queries].
 
-    What is in fp32 goes as two terms, of 16 bits in all: P is rounded to fewer.
+    An fp32 bias is exchanged as two bf16 terms, which hold 16 bits: P is rounded to fewer.
     """
     if bias.dtype == gl.float32:
         high = leading_bits(bias, 0)
-        rest = gl.where(high == bias, 0.0, bias - high)  # an infinity has none
+        rest = gl.where(high == bias, 0.0, bias - high)  # an infinity has no rest
         x = exchanged(high, place) + exchanged(rest, place)
     else:
         x = exchanged(bias, place)

@@ -1,6 +1,6 @@
-"""What the Hopper kernels are compiled for: constants for each kernel, and these from a tile.
+"""Constants that the Hopper kernels are compiled with, for each kernel from its tile.
 
-Each constant is a constexpr by itself, as in ``portable.config``.
+Each constant is a constexpr of its own, as in ``portable.config``.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class ForwardConfig:
         block_q: queries of a CTA, 64 for each of its consumer warpgroups.
         block_kv: keys of a tile.
         d_lo: columns of queries and keys that are multiplied first, see ``mma``.
-        d_hi: columns that are multiplied next.
-        v_lo: those of values, as the next.
-        v_hi: likewise.
-        groups: consumer warpgroups.
+        d_hi: columns of queries and keys that are multiplied next.
+        v_lo: columns of values that are multiplied first.
+        v_hi: columns of values that are multiplied next.
+        groups: number of consumer warpgroups.
         stages: tiles of keys, and of values, in flight.
-        registers: of a consumer's thread.
-        own_so: whether o leaves through shared memory of its own; else through that of q.
-        before: whether no query sees a key behind the one that it stands at, see ``score``.
-        vector: keys of a bias that come together, see ``plan.bias.vector``.
+        registers: registers of a consumer thread.
+        own_so: whether o is stored through shared memory of its own; otherwise through that of q.
+        before: whether no query sees a key behind its own position, see ``score``.
+        vector: keys of a bias that are loaded together, see ``plan.bias.vector``.
     """
 
     block_q: gl.constexpr
@@ -71,7 +71,7 @@ class BackwardConfig:
         d_lo: columns that are multiplied first, see ``mma``.
         d_hi: columns that are multiplied next.
         stages: tiles of queries, and of dO, in flight.
-        lines: of a tile of dq in the accumulator.
+        lines: lines of a dq tile in the accumulator.
         vector: see ``ForwardConfig``.
     """
 
@@ -96,12 +96,12 @@ class D256Config:
 
 @cache
 def config_of(kind: type[Config], **values: Any) -> Config:
-    """Return the only config with these constants: Triton hashes it at every look-up."""
+    """Return the only config with these constants, because Triton hashes it at every look-up."""
     return kind(**{name: gl.constexpr(value) for name, value in values.items()})
 
 
 def columns(dims: tuple[int, int]) -> dict[str, int]:
-    """Return the columns that are multiplied, by their names in a config; dims are D and Dv."""
+    """Return the columns that are multiplied, by their names in a config; dims are (D, Dv)."""
     (d_lo, d_hi), (v_lo, v_hi) = head_dim_split(dims[0]), value_split(*dims)
     return {"d_lo": d_lo, "d_hi": d_hi, "v_lo": v_lo, "v_hi": v_hi}
 
@@ -141,7 +141,7 @@ def backward_config(tile: HopperBackwardTile, head_dim: int, vector: int = 1) ->
 
 
 def postprocess_constants(head_dim: int) -> dict[str, Any]:
-    """Return the arguments of flashattn_hopper_bwd_postprocess that are given by name."""
+    """Return the constexpr arguments of flashattn_hopper_bwd_postprocess."""
     return {
         "head_dim": head_dim,
         "BLOCK_Q": HopperBackwardTile.block_q(head_dim),

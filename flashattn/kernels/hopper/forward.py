@@ -1,9 +1,9 @@
-"""flashattn_hopper_fwd: a producer warp loads, two or three consumer warpgroups attend.
+"""flashattn_hopper_fwd: a producer warp loads, two or three consumer warpgroups compute.
 
-Each consumer attends to 64 queries. While the tensor cores multiply P of one tile of keys with V,
-the other units compute the softmax of the next tile. Keys are visited from the last to the first:
-the tiles that the right bound masks, those without a mask in a loop of their own, and those that
-the left bound masks; or all in one loop. The producer loads the next queries meanwhile.
+Each consumer computes 64 queries. While the tensor cores multiply P of one key tile with V, the
+other units compute the softmax of the next tile. Keys are visited from last to first: tiles that
+the right bound cuts, then whole tiles in a loop without a mask, then tiles that the left bound
+cuts; or all tiles in one loop. The producer loads the next queries meanwhile.
 
 Sources: Shah et al., 2024, "FlashAttention-3", for the roles and the two overlaps;
 FlashAttention-4's code for conditional rescaling; Triton's Gluon.
@@ -43,7 +43,7 @@ from flashattn.kernels.hopper.score import Score, with_sink
 
 # Columns of values beyond which o is rescaled one step later (docs/tuning-log.md).
 RESCALE_LATER_ABOVE_D = gl.constexpr(128)
-# Growth of a row's maximum, in base 2, up to which it stays and o with it: P is 256 at most.
+# Up to this growth (base 2), a row maximum is kept and o is not rescaled: P is 256 at most.
 RESCALE_THRESHOLD = gl.constexpr(8.0)
 
 
@@ -59,11 +59,11 @@ def visited_tiles(block, mask, t):
 
 @gluon.jit
 def producer(inputs, high, pipelines, next_tile, tile_counter, scheduler, shape, t):
-    """Load the queries of each tile, then its keys and values from the last to the first.
+    """Load the queries of each tile, then its keys and values from last to first.
 
-    The consumers release a stage of keys and the values of the step before together, through
-    ``keys``: a release makes the threads of a warpgroup wait for each other. The next tile is drawn
-    with the last values: a CTA that has a long tile leaves it to those that end before.
+    Consumers release a stage of keys and the values of the step before together, through ``keys``,
+    because a release synchronizes the threads of a warpgroup. The next tile is drawn with the last
+    values: a CTA with a long tile leaves the next one to CTAs that finish earlier.
     """
     q, k, v = inputs
     q_high, k_high, v_high = high
@@ -94,14 +94,14 @@ def producer(inputs, high, pipelines, next_tile, tile_counter, scheduler, shape,
         n += 1
         if next_tile is not None:
             next_tile.write(tile_n, tile)
-            last = gl.num_programs(0) + scheduler.tiles - 1  # each tile's CTA draws once
+            last = gl.num_programs(0) + scheduler.tiles - 1  # a CTA draws once per tile
             gl.store(tile_counter, 0, mask=tile == last)
         tile_n += 1
 
 
 @gluon.jit
 def thread_row_sums(p):
-    """Return [ROWS, 4]: the sums over the elements that one thread has, without a shuffle."""
+    """Return [ROWS, 4]: the row sums of each thread's elements, without a shuffle."""
     return gl.sum(gl.sum(gl.reshape(p, [ROWS, p.shape[1] // 8, 4, 2]), 3), 1)
 
 
@@ -116,20 +116,20 @@ def softmax_first(s, log2, far, score, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def one_loop(mask, t):
-    """Return whether one loop visits all tiles of keys: the code of several would be long."""
+    """Return whether one loop visits all key tiles, where several loops would be long code."""
     wide = t.v_lo + t.v_hi > RESCALE_LATER_ABOVE_D
     return bool(mask.masked) and (t.groups == 3 or bool(wide and mask.two_sided))
 
 
 @gluon.constexpr_function
 def conditional(mask, t):
-    """Return whether o is rescaled only where it must be; elsewhere that gains nothing."""
+    """Return whether o is rescaled only where it must be; other configs gain nothing by that."""
     return one_loop(mask, t) or t.v_lo + t.v_hi > RESCALE_LATER_ABOVE_D
 
 
 @gluon.jit
 def new_maxima(of_tile, m, mask, t):
-    """Return the row maxima with those of one more tile, or those that can stay."""
+    """Return the row maxima including those of a tile; if conditional, small growth is ignored."""
     if conditional(mask, t):
         m_new = gl.where(of_tile - m > RESCALE_THRESHOLD, of_tile, m)
     else:
@@ -139,7 +139,7 @@ def new_maxima(of_tile, m, mask, t):
 
 @gluon.jit
 def rescale(acc, alpha, mask, t, LATER: gl.constexpr):
-    """Return o times alpha where a step does so: with wide values LATER, in the next step."""
+    """Return o times alpha if it is rescaled here: with wide values, LATER in the next step."""
     if (t.v_lo + t.v_hi > RESCALE_LATER_ABOVE_D) == LATER:
         if conditional(mask, t):
             acc = rescale_acc(acc, alpha, t.v_hi)
@@ -152,7 +152,7 @@ def rescale(acc, alpha, mask, t, LATER: gl.constexpr):
 def mainloop_step(
     n, state, q, kv, start_q, start_kv, mask, bounds, score, t, MASKED: gl.constexpr, whole
 ):
-    """Add the n-th P V, and under it compute P of the next tile; whole: that needs no mask."""
+    """Add the n-th P V, and under it compute P of the next tile, unmasked if ``whole``."""
     keys, values = kv
     acc, alpha, p, m, l = state
     s = score.initial_acc(start_kv, t.block_kv, False)
@@ -185,7 +185,7 @@ def mainloop_step(
 
 @gluon.jit
 def mainloop(n, state, q, kv, start_q, tiles, mask, bounds, score, t):
-    """Visit all key tiles but the last, of which P is known; return the state and n."""
+    """Visit all key tiles but the last, whose P is known; return the state and n."""
     first, full_begin, full_end, end = tiles
     kv[1].keep_rows(n, end * t.block_kv, mask, mask.seen_keys())
     if one_loop(mask, t):
@@ -197,7 +197,7 @@ def mainloop(n, state, q, kv, start_q, tiles, mask, bounds, score, t):
             )
             n += 1
     else:
-        for run in range(2 if mask.two_sided else 1):  # the second: tiles that the left bound masks
+        for run in range(2 if mask.two_sided else 1):  # the second: tiles that the left bound cuts
             start, stop, low = descending_run(run, first, full_begin, full_end, end, mask.two_sided)
             if mask.masked:
                 for i in range(start - 1, stop - 1, -1):
@@ -217,7 +217,7 @@ def mainloop(n, state, q, kv, start_q, tiles, mask, bounds, score, t):
 
 @gluon.jit
 def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, scheduler, shape, score, t):
-    """Attend to ROWS queries of every tile."""
+    """Compute o and lse of ROWS queries of every tile."""
     queries, keys, values = pipelines
     S: gl.constexpr = acc_layout(t.block_kv)
     n = 0
@@ -291,7 +291,7 @@ def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, schedule
 @gluon.jit
 def store_o(acc, descriptors, sO, at, batch, head, start_q, t):
     """Store o through shared memory."""
-    tma.store_wait(0)  # o of the tile before has left
+    tma.store_wait(0)  # o of the previous tile has been read
     store_acc(acc, 1.0, sO.tile(at), t.v_lo, t.v_hi)
     fence_async_shared()
     o, o_high = descriptors
@@ -304,7 +304,7 @@ def store_o(acc, descriptors, sO, at, batch, head, start_q, t):
 def store_lse(m, l, sink, lse, batch, head, heads, start_q, seq_q, LAYOUT: gl.constexpr):
     """Store lse, and return the factors of o.
 
-    A fully masked row has lse = -inf, or the sink, and o = 0.
+    A fully masked row has o = 0 and lse = -inf, or lse = sink if there is one.
     """
     total = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT))
     weight = 1.0
@@ -353,8 +353,8 @@ def flashattn_hopper_fwd(
 ):
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D] or [B, H, T, Dv].
 
-    Where tiles are in two pieces, ``high`` descriptors have the columns from D_LO on, or V_LO. If
-    key_bounds is not None, it is all of the mask. Strides but those of ``Bias`` are of batches.
+    If tiles are in two pieces, ``high`` descriptors have the columns from D_LO or V_LO on. If
+    key_bounds is not None, it is the whole mask. Strides, but for bias_strides, are of batches.
     """
     mask = Mask(seq_q, seq_kv, left, right, key_bounds)
     shape = Shape(group, mask, keys_stride)
@@ -372,7 +372,7 @@ def flashattn_hopper_fwd(
     out = o, o_high
     if tile_counter is not None:
         next_tile = new_scalar_pipeline(t.groups)
-    else:  # roles take None as a constexpr only
+    else:  # roles take None only as a constexpr
         next_tile: gl.constexpr = None  # type: ignore[no-redef]
     sO = new_shared_tiles(o, t.groups, o_high) if t.own_so else queries
     fence_async_shared()

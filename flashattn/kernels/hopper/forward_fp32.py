@@ -1,7 +1,7 @@
-"""flashattn_hopper_fwd_fp32: o of heads of 33 to 128 in fp32, by bf16 terms.
+"""flashattn_hopper_fwd_fp32: o for D = 33 to 128 in fp32, from bf16 terms.
 
 Two consumer warpgroups of 64 queries each compute what the portable kernel does, and a producer
-warp loads: the softmax of one runs under the products of the other, which are most of the work.
+warp loads. The softmax of one runs under the products of the other, which are most of the work.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, one_ti
 from flashattn.kernels.hopper.score import Score, with_sink
 
 GROUPS = gl.constexpr(2)
-OWNED = gl.constexpr(128)  # queries of a program
+OWNED = gl.constexpr(128)  # queries of a CTA
 WALKED = gl.constexpr(64)  # keys of a tile
 ROOM = 160 << 10  # bytes of shared memory for keys and values
 
 
 @gluon.constexpr_function
 def stages(columns, parts):
-    """Return how many tiles of keys there is room for, and of values."""
+    """Return how many stages of keys, and of values, there is room for."""
     return min(ROOM // (2 * 2 * WALKED.value * columns * parts), 3)
 
 
@@ -45,7 +45,7 @@ def own_tile(heads, shape):
 
 @gluon.jit
 def producer(inputs, pipelines, heads, shape):
-    """Load the queries, and then keys and values."""
+    """Load the queries, then keys and values."""
     q, k, v = inputs
     queries, keys, values = pipelines
     start_q, batch, head, first, end = own_tile(heads, shape)
@@ -68,7 +68,7 @@ def consumer(
     BLOCK_D: gl.constexpr,
     TERMS: gl.constexpr,
 ):
-    """Fold the keys into the online softmax of 64 queries, and write o and lse."""
+    """Compute the online softmax of 64 queries over all keys, and write o and lse."""
     o, lse, o_strides, head_dim = out
     queries, keys, values = pipelines
     R: gl.constexpr = gl.SliceLayout(1, acc_layout(WALKED))
@@ -90,7 +90,7 @@ def consumer(
         finite = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         p = gl.exp2(s * score.log2 - finite[:, None])
         alpha = gl.exp2(m - finite)
-        term = gl.sum(p, 1) - lost * alpha  # a compensated sum (Kahan, 1965), as portable
+        term = gl.sum(p, 1) - lost * alpha  # a compensated sum (Kahan, 1965), as in portable
         longer = l * alpha + term
         lost = (longer - l * alpha) - term
         l = longer
@@ -109,7 +109,7 @@ def consumer(
     gl.store(at + rows, value, mask=rows < shape.mask.seq_q)
     total = gl.where(fully_masked, 1.0, l)
     inverse = 1.0 / total
-    inverse += inverse * (1.0 - total * inverse)  # the division is off by 2 in its last place
+    inverse += inverse * (1.0 - total * inverse)  # the division is off by 2 ulp
     acc = scale_rows(acc, inverse)
     store_global(o, acc, o_strides, batch, head, start_q, shape.mask.seq_q, head_dim)
 

@@ -1,11 +1,11 @@
-"""GQA splits: query heads that share keys, split among CTAs that own the same keys.
+"""GQA splits: the query heads of a key head, split among CTAs that own the same keys.
 
-A CTA that owns keys visits the queries of all heads that share them: with few such keys, few CTAs
-have much to do each. So a CTA may take the queries of some of these heads only. It stores partial
-dk and dv in fp32, and flashattn_bwd_reduce adds them up, always in the same order.
+Without a split, a CTA visits the queries of all heads that share its keys, so few key heads give
+few CTAs with much work each. With a split, a CTA takes only some of these heads. It stores partial
+dk and dv in fp32, and flashattn_bwd_reduce adds them in a fixed order.
 """
 
-# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,8 +18,8 @@ from flashattn.kernels.hopper.mma import store_global
 class GqaSplits:
     """The query heads of a key head, split among CTAs that own the same keys.
 
-    Split heads are numbered as key heads of which each comes with all of its splits; count is None
-    if heads are not split. Partial dk and dv are [count, batches, ...] in fp32.
+    Split head i is split i % count of key head i // count; count is None if heads are not split.
+    Partial dk and dv are [count, batches, ...] in fp32.
     """
 
     count: gl.tensor | gl.constexpr
@@ -47,13 +47,13 @@ class GqaSplits:
 
     @gluon.jit
     def partial(self, batch, split_head, scheduler):
-        """Return (batch, head) of a split head among the partial sums."""
+        """Return (batch, head) of a split head in the partial gradients."""
         batches = scheduler.batches()
         return split_head % self.count * batches + batch, split_head // self.count
 
     @gluon.jit
     def store(self, x, acc, factor, at, start_kv, seq_kv, D_LO: gl.constexpr, D_HI: gl.constexpr):
-        """Multiply an accumulator, and store it in x, one of the partial sums."""
+        """Scale an accumulator, and store it in x, the partial dk or dv."""
         strides = self.stride_b, self.stride_h, self.stride_t
         batch, head = at
         store_global(x, acc[0] * factor, strides, batch, head, start_kv, seq_kv, self.head_dim)
@@ -64,7 +64,7 @@ class GqaSplits:
 
 @gluon.jit
 def new_gqa_splits(count, head_dim, strides):
-    """Return the splits of a launch; all are None if heads are not split."""
+    """Return the splits of a launch; all fields are None if heads are not split."""
     if count is None:
         splits = GqaSplits(None, None, None, None, None)
     else:

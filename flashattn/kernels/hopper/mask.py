@@ -1,9 +1,9 @@
-"""The mask on the device: which keys a query sees, as two monotone bounds; all else is derived.
+"""The mask on the device: two monotone bounds on the keys of a query; all else is derived.
 
-Bounds may lie outside of a sequence, and no key or query is seen if they cross.
+Bounds may lie outside of a sequence. If they cross, no key or query is seen.
 """
 
-# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -15,9 +15,9 @@ from flashattn.kernels.hopper.compat import aggregate
 
 @gluon.jit
 def keep_rows(tile, start, begin, end):
-    """Write zeros to the rows of a tile in shared memory that are not among begin ... end - 1.
+    """Zero the rows of a tile in shared memory that are not among begin ... end - 1.
 
-    The tile begins with row ``start``. What nobody sees may be NaN, which a P of 0 does not cancel.
+    The tile starts at row ``start``. Unseen rows may hold NaN, which a P of 0 does not cancel.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = tile.shape[0]
@@ -33,11 +33,11 @@ def keep_rows(tile, start, begin, end):
 
 @aggregate
 class Mask:
-    """Which of seq_kv keys each of seq_q queries of a batch sees.
+    """The mask of a batch: which of seq_kv keys each of seq_q queries sees.
 
-    Query t sees keys t - left ... t + right; None is no bound. Or keys and queries are not None,
-    and point to the bounds of each row (see ``flashattn.bounds``). Two-sided: it may hide the first
-    keys, too.
+    In a band, query t sees keys t - left ... t + right, where None means no bound. Otherwise keys
+    and queries, if not None, point to bounds of rows (see ``flashattn.bounds``). A two-sided mask
+    may also hide the first keys.
     """
 
     seq_q: gl.tensor
@@ -65,7 +65,7 @@ class Mask:
 
     @gluon.jit
     def of_batch(self, batch, keys_stride, queries_stride):
-        """Return the mask of a batch, whose bounds of rows lie so far from those before."""
+        """Return the mask of a batch; strides are between the bounds of rows of two batches."""
         if not self.rows:
             mask = self
         elif self.queries is None:
@@ -105,7 +105,7 @@ class Mask:
 
     @gluon.jit
     def seen_keys(self):
-        """Return the first key that any query sees, and one past the last, if bounds say so."""
+        """Return (begin, end) of the keys that any query sees; all keys without bounds of rows."""
         seen = 0, self.seq_kv
         if self.rows:
             seen = gl.load(self.keys), gl.load(self.keys + (2 * self.seq_q - 1))
@@ -113,7 +113,7 @@ class Mask:
 
     @gluon.jit
     def live_queries(self):
-        """Return one past the last query that sees a key, by bounds of rows if there are any."""
+        """Return one past the last query that sees a key; seq_q without bounds of rows."""
         live = self.seq_q
         if self.rows:
             _, end = self.seen_keys()
@@ -148,10 +148,10 @@ class Mask:
             full_hi = gl.minimum(gl.maximum(full_hi, 0), self.seq_q)
             hi = gl.minimum(gl.maximum(hi, 0), self.seq_q)
         full_end, end = full_hi // BLOCK_Q, gl.cdiv(hi, BLOCK_Q)
-        if self.rows:  # keys behind the last that is seen make no visits
+        if self.rows:  # a tile behind the last seen key visits nothing
             _, seen = self.seen_keys()
             end = gl.where(start_kv < seen, end, 0)
-        elif self.left is None:  # what pads the last tile needs no mask
+        elif self.left is None:  # padding of the last tile needs no mask
             full_end = end
         if self.right is not None:  # the first keys may be seen by all queries
             lo, full_lo = gl.maximum(lo, 0), gl.maximum(full_lo, 0)
@@ -159,9 +159,9 @@ class Mask:
 
     @gluon.jit
     def key_bounds(self, start_q, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-        """Return ``keys_of`` the rows of a tile [queries, keys] if they must be loaded.
+        """Load ``keys_of`` for the rows of a tile [queries, keys]; (0, 0) without bounds of rows.
 
-        Loaded before what a tile waits for they cost no time.
+        The loads cost no time if they are issued before the wait for the tile.
         """
         bounds = 0, 0
         if self.rows:
@@ -170,7 +170,7 @@ class Mask:
 
     @gluon.jit
     def query_bounds(self, start_kv, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-        """Return ``queries_of`` the rows of a tile [keys, queries] likewise."""
+        """Load ``queries_of`` for the rows of a tile [keys, queries] likewise."""
         bounds = 0, 0
         if self.rows:
             bounds = self.queries_of(
@@ -182,7 +182,7 @@ class Mask:
     def apply(self, x, start_q, start_kv, bounds, value: gl.constexpr):
         """Return a tile [queries, keys] with ``value`` where a query does not see a key.
 
-        A band depends on t - s alone, so bounds are those of a tile at 0, shifted.
+        A band depends only on t - s, so its bounds are those of a tile at 0, shifted.
         """
         layout: gl.constexpr = x.type.layout
         keys = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
@@ -208,7 +208,7 @@ class Mask:
     def apply_transposed(self, x, start_q, start_kv, bounds, ALL_KEYS: gl.constexpr):
         """Return a tile [keys, queries] with 0 where a query does not see a key.
 
-        Unless all keys are there, no query sees those behind the last: their P could be inf.
+        Unless ALL_KEYS, keys behind the last one are masked, too: their P could be inf.
         """
         layout: gl.constexpr = x.type.layout
         queries = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
@@ -231,7 +231,7 @@ class Mask:
 
 @gluon.jit
 def ordered_runs(first, full_begin, full_end, end):
-    """Return the bounds of the tiles to visit, if any, so that none is below the one before."""
+    """Return the bounds of the tiles to visit, clamped so that they ascend."""
     end = gl.maximum(end, first)
     full_end = gl.minimum(gl.maximum(full_end, first), end)
     return first, gl.minimum(gl.maximum(full_begin, first), full_end), full_end, end
@@ -241,7 +241,7 @@ def ordered_runs(first, full_begin, full_end, end):
 def descending_run(run, first, full_begin, full_end, end, TWO_SIDED: gl.constexpr):
     """Return (start, stop, low): start - 1 ... stop are masked, and stop - 1 ... low need no mask.
 
-    Tiles are visited from the last to the first in one run, or in two if the first may be masked.
+    Tiles are visited from last to first, in one run, or in two if the first may be masked.
     """
     start, stop, low = end, full_end, full_begin
     if TWO_SIDED:
@@ -254,7 +254,7 @@ def descending_run(run, first, full_begin, full_end, end, TWO_SIDED: gl.constexp
 
 @triton.jit
 def keys_of_tl(t, left, right, keys, seq_q, seq_kv):
-    """Return ``Mask.keys_of`` in a kernel of Triton's own language."""
+    """Return ``Mask.keys_of``, for kernels in plain Triton."""
     lo, hi = 0, seq_kv
     if keys is not None:
         at = keys + 2 * tl.minimum(t, seq_q - 1)

@@ -1,8 +1,8 @@
-"""Matrix products on heads of two powers of two, such as 64 + 32, and their accumulators.
+"""Matrix products for head dimensions that are sums of two powers of two, such as 64 + 32.
 
-Tensors have powers of two as sizes, so a tile has room for 128 columns, or is ``SplitTile`` of two
-pieces; D_LO + D_HI of them are multiplied. An accumulator is a tuple: D_LO columns, and D_HI
-columns unless D_HI is 0. Values may have other columns than queries and keys.
+Shapes in Gluon are powers of two, so a tile has room for 128 columns, or is a ``SplitTile`` of two
+pieces; D_LO + D_HI columns are multiplied. An accumulator is a tuple of D_LO columns and, unless
+D_HI is 0, of D_HI columns. Values may have other columns than queries and keys.
 """
 
 from triton.experimental import gluon
@@ -22,13 +22,13 @@ ROWS = gl.constexpr(64)  # of a warpgroup
 
 @gluon.constexpr_function
 def products(d_hi):
-    """Return how many products of the tensor cores one of D_LO + D_HI columns is."""
+    """Return how many ``warpgroup_mma`` a product of D_LO + D_HI columns takes."""
     return 1 if d_hi == 0 else 2
 
 
 @gluon.jit
 def zero_acc(D_LO: gl.constexpr, D_HI: gl.constexpr):
-    """Return an accumulator of a warpgroup's rows."""
+    """Return a zero accumulator of a warpgroup's rows."""
     first = gl.zeros([ROWS, D_LO], gl.float32, acc_layout(D_LO))
     if D_HI == 0:
         accs = (first,)
@@ -40,7 +40,7 @@ def zero_acc(D_LO: gl.constexpr, D_HI: gl.constexpr):
 
 @gluon.jit
 def mma_qk(a, b, D_LO: gl.constexpr, D_HI: gl.constexpr, start=None):
-    """Begin to add to start, if there is one, a [64, D] times b [rows, D] over their columns."""
+    """Start the product of a [64, D] and b [rows, D] transposed, added to ``start`` if not None."""
     first = b if D_HI == 0 else b.slice(0, D_LO, dim=1)
     ADDS: gl.constexpr = start is not None
     if start is not None:
@@ -60,7 +60,7 @@ def mma_qk(a, b, D_LO: gl.constexpr, D_HI: gl.constexpr, start=None):
 
 @gluon.jit
 def mma_pv(p, x, accs, D_LO: gl.constexpr, D_HI: gl.constexpr):
-    """Begin to add the product of p [64, rows] and x [rows, D] to an accumulator."""
+    """Start adding the product of p [64, rows] and x [rows, D] to an accumulator."""
     if D_HI == 0:
         accs = (warpgroup_mma(p, x, accs[0], is_async=True),)
     else:
@@ -73,19 +73,19 @@ def mma_pv(p, x, accs, D_LO: gl.constexpr, D_HI: gl.constexpr):
 
 @gluon.jit
 def mma_packed(p, x, accs, D_LO: gl.constexpr, D_HI: gl.constexpr):
-    """Begin to add the product of packed p and x likewise."""
+    """Do the same as ``mma_pv`` for a packed p."""
     return mma_pv(unpack(p, x.dtype, D_LO), x, accs, D_LO, D_HI)
 
 
 @gluon.jit
 def mma_wait(x, LATER: gl.constexpr):
-    """Return the result of a product, when at most so many begun after it are under way."""
+    """Return the result of product x, once at most LATER later products are in flight."""
     return warpgroup_mma_wait(LATER, deps=[x])
 
 
 @gluon.jit
 def acc_wait(accs, LATER: gl.constexpr, D_HI: gl.constexpr):
-    """Return an accumulator likewise."""
+    """Do the same as ``mma_wait`` for an accumulator."""
     if D_HI == 0:
         accs = (warpgroup_mma_wait(LATER, deps=[accs[0]]),)
     else:
@@ -96,14 +96,14 @@ def acc_wait(accs, LATER: gl.constexpr, D_HI: gl.constexpr):
 
 @gluon.jit
 def scale_rows(x, factors):
-    """Return x with its rows multiplied."""
+    """Return x with each row multiplied by its factor."""
     L: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     return x * gl.convert_layout(factors, L, assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def scale_acc(accs, factors, D_HI: gl.constexpr):
-    """Return an accumulator with its rows multiplied."""
+    """Return an accumulator with each row multiplied by its factor."""
     if D_HI == 0:
         accs = (scale_rows(accs[0], factors),)
     else:
@@ -113,7 +113,7 @@ def scale_acc(accs, factors, D_HI: gl.constexpr):
 
 @gluon.jit
 def rescale_acc(accs, factors, D_HI: gl.constexpr):
-    """Return it likewise; warps leave out the products if all factors of their rows are 1."""
+    """Do the same as ``scale_acc``; a warp skips it if all factors of its rows are 1."""
     L: gl.constexpr = gl.SliceLayout(1, accs[0].type.layout)
     factors = gl.convert_layout(factors, L, assert_trivial=True)
     flags = any_changes(factors)
@@ -130,7 +130,7 @@ def rescale_acc(accs, factors, D_HI: gl.constexpr):
 
 @gluon.jit
 def store_acc(accs, factor, tile, D_LO: gl.constexpr, D_HI: gl.constexpr):
-    """Multiply an accumulator, round it, and store it in a tile of shared memory.
+    """Scale an accumulator, round it, and store it in a tile of shared memory.
 
     The tile is [64, D], or a ``SplitTile`` whose first piece has the accumulator's columns.
     """
@@ -143,7 +143,7 @@ def store_acc(accs, factor, tile, D_LO: gl.constexpr, D_HI: gl.constexpr):
 
 @gluon.jit
 def store_global(x, total, strides, place, head, start, size, head_dim):
-    """Store a sum [64, columns] where x has rows ``start ...`` of a head, up to ``size``."""
+    """Store a sum [64, columns] to rows ``start ...`` of a head of x, below row ``size``."""
     layout: gl.constexpr = total.type.layout
     rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, layout))

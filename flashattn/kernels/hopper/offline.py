@@ -1,4 +1,4 @@
-"""The Hopper kernels as launches on aligned tensors compile them, for ``counts.offline``."""
+"""Variants of the Hopper kernels, as launches on aligned tensors compile them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from flashattn.plan.tile import (
 )
 
 FP32 = 4  # bytes
-# How each kernel is compiled besides, under a mask, and with how many columns.
+# The modes in which each kernel is also compiled, under a mask, and (MODE_D) with how many columns.
 MODES = {
     "hopper_fwd": ("dynamic", "window", "rows", "softcap", "alibi", "bias", "relative", "sink"),
     "hopper_bwd": ("gqa_split", "window", "rows", "softcap", "alibi", "bias", "relative"),
@@ -57,12 +57,12 @@ MODES = {
     "hopper_bwd_fp32_dkdv": ("split", "tf32", "split tf32", "window"),
     "hopper_bwd_fp32_dq": ("split", "tf32", "split tf32", "window"),
 }
-# Without a mask what adds to scores asks the shift schedule where its queries stand.
+# Without a mask, ALiBi and a bias ask the shift schedule for the query tile.
 UNMASKED_MODES = {"hopper_bwd": ("alibi", "bias")}
 MODE_D = {"hopper_bwd_d256_dkdv": 256, "hopper_bwd_d256_dq": 256}  # others: 128
 ALIGNED = [["tt.divisibility", 16]]
-# Of batches, heads, queries and keys, and the length of copies; all batches share a bias, whose
-# keys lie one behind the other.
+# Strides of batches, heads, queries and keys, and the length of a relative bias. All batches share
+# a bias, and its keys are contiguous.
 BIAS_STRIDES: dict[str, dict[str, Any]] = {
     "bias": {"bias_strides": (None, "i32", "i32", 1, None)},
     "relative": {"bias": "*fp32", "bias_strides": (None, "i32", None, None, "i32")},
@@ -71,19 +71,19 @@ BIAS_STRIDES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class HopperVariant:
-    """One of the kernels as one launch compiles it: those named fp32 in fp32, others in bf16.
+    """A kernel as one launch compiles it, in fp32 if its name has "fp32", in bf16 otherwise.
 
     Args:
-        kernel: "hopper_fwd", "hopper_bwd", "hopper_bwd_postprocess"; with "_d256" or "_fp32" after
-            the direction those of wide heads and of fp32, "_dkdv" or "_dq" if they are passes.
+        kernel: "hopper_fwd", "hopper_bwd" or "hopper_bwd_postprocess". After the direction, "_d256"
+            means D > 128 and "_fp32" means fp32; "_dkdv" or "_dq" then names a pass.
         head_dim: D.
-        config: of the launch; None for those that have none.
+        config: tile of the launch; None for kernels without one.
         causal: whether scores are masked.
-        mode: of the forward "dynamic", where CTAs draw their tiles; in fp32 "split", where a
-            program visits a split of the rows, and "tf32", with two bf16 terms; of dk and dv
-            "gqa_split", where query heads are split; of any "window", which a left bound masks,
-            "rows", by bounds of rows, "softcap", where scores are capped, "alibi", "bias",
-            "relative", "sink", or "narrow", where values have 128 columns.
+        mode: for the forward "dynamic" (CTAs draw their tiles); in fp32 "split" (a CTA visits a
+            split of the rows) and "tf32" (two bf16 terms); for dk and dv "gqa_split" (query heads
+            are split); for any kernel "window" (the mask has a left bound), "rows" (bounds of
+            rows), "softcap", "alibi", "bias", "relative", "sink" or "narrow" (values of 128
+            columns).
     """
 
     kernel: str
@@ -94,7 +94,7 @@ class HopperVariant:
 
     @property
     def arch(self) -> str:
-        """What all are compiled for."""
+        """The architecture that all are compiled for."""
         return "sm_90"
 
     @property
@@ -104,16 +104,16 @@ class HopperVariant:
 
     @property
     def fp32(self) -> bool:
-        """Whether it is in fp32."""
+        """Return whether it is in fp32."""
         return "fp32" in self.kernel
 
     @property
     def terms(self) -> int:
-        """How many bf16 terms its operands have, in fp32."""
+        """The number of bf16 terms of its operands, in fp32."""
         return TERMS["tf32" if "tf32" in self.mode else "bf16x6"]
 
     def __str__(self) -> str:
-        """Return what picks the config."""
+        """Return the name: what selects the config, and the mode."""
         mask = "causal" if self.causal else "full"
         dtype = "fp32" if self.fp32 else "bf16"
         words = [self.arch, self.kernel, dtype, f"d{self.head_dim}", mask, self.launch, self.mode]
@@ -126,12 +126,12 @@ class HopperVariant:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """Which gradients of keys are stored in tiles: not those that are shares of a sum."""
+        """Gradients of keys and values that are stored in tiles; partial sums are not."""
         return () if self.mode == "gqa_split" else ("dk", "dv")
 
     @property
     def vector(self) -> int:
-        """Keys of a bias that come together."""
+        """Keys of a bias that are loaded together."""
         return VECTOR if self.mode in BIAS_STRIDES else 1
 
     @property
@@ -195,7 +195,7 @@ class HopperVariant:
 
 
 def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
-    """Return the arguments that are None: without a mask, or but in one mode."""
+    """Return the arguments that are None without a mask, or outside of a mode of their own."""
     modes = {"tile_counter": "dynamic", "left": "window", "cap": "softcap"}
     modes |= dict.fromkeys(("sink", "sink_stride"), "sink")
     modes |= dict.fromkeys(("slopes", "slopes_stride", "query_offset"), "alibi")
@@ -212,7 +212,7 @@ def _absent(function: Any, mode: str, *, causal: bool) -> list[str]:
 def _tiles(
     function: Any, rows: dict[str, int], dims: tuple[int, int]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the types of descriptors of tiles, and which second pieces there are none of."""
+    """Return the types of tile descriptors, and the names of second pieces that do not exist."""
     apart = {name: name[:-5] for name in function.arg_names if name.endswith("_high")}
     pieces = {x: steps.pieces_of(x, dims) if apart else (block_d(dims[0]), 0) for x in rows}
     types = {name: _tile(n, pieces[name][0]) for name, n in rows.items()}
@@ -236,7 +236,7 @@ def _described(element: str, block: list[int], swizzle: int) -> str:
 def _source(
     function: Any, types: dict[str, Any], constants: dict[Any, Any], *, fp32: bool
 ) -> ASTSource:
-    """Return a kernel with its arguments' types; of those that nobody names, by their names."""
+    """Return a kernel with its arguments' types; those not in ``types`` follow from their names."""
     common = dict.fromkeys(("lse", "lse_log2", "delta", "dq_accum", "slopes", "sink"), "*fp32")
     common |= {"tile_counter": "*i32", "dq_semaphore": "*i32", "bias": "*bf16"}
     common |= dict.fromkeys(("key_bounds", "query_bounds"), "*i32")
@@ -275,7 +275,7 @@ def _beside(variant: HopperVariant, mode: str) -> Any:
 
 
 def variants() -> list[HopperVariant]:
-    """Return the kernels with every config of the tables, and each once in each mode."""
+    """Return the kernels with every config of the tables, and once in each of their modes."""
     found = [
         *(
             HopperVariant("hopper_fwd", d, config, causal)

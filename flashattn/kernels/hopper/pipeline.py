@@ -1,10 +1,10 @@
 """Pipelines: stages of shared memory that a producer warp fills by TMA and consumers read.
 
-A barrier that no role uses must not be initialized. The compiler gives its memory to others, and
-the GPU writes to it when another process takes its turn (docs/hopper.md).
+An mbarrier that no role uses must not be initialized: Triton gives its memory to other tiles, and
+the GPU still writes to it when another process takes its turn (docs/hopper.md).
 """
 
-# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -16,7 +16,7 @@ from flashattn.kernels.hopper.registers import opaque
 
 @aggregate
 class SplitTile:
-    """A tile [rows, D_LO + D_HI] of shared memory, in two pieces."""
+    """A tile [rows, D_LO + D_HI] in shared memory, in two pieces."""
 
     low: gl.shared_memory_descriptor
     high: gl.shared_memory_descriptor
@@ -31,7 +31,7 @@ class SplitTile:
 
     @gluon.jit
     def slice(self, start: gl.constexpr, size: gl.constexpr, dim: gl.constexpr):
-        """Return D_LO columns from 0 on, or D_HI from D_LO on, as of a tile in one piece."""
+        """Return the D_LO columns from 0, or the D_HI from D_LO, as a tile in one piece does."""
         gl.static_assert(dim == 1)
         piece = self.low if start == 0 else self.high
         gl.static_assert(piece.shape[1] == size)
@@ -40,9 +40,9 @@ class SplitTile:
 
 @aggregate
 class SharedTiles:
-    """Tiles [1, 1, rows, columns] of shared memory.
+    """Tiles [1, 1, rows, columns] in shared memory.
 
-    If high is not None, it has the other columns of tiles whose columns are two powers of two.
+    If high is not None, it has the second pieces of the tiles (see ``SplitTile``).
     """
 
     tiles: gl.shared_memory_descriptor
@@ -67,7 +67,7 @@ class SharedTiles:
 
 @gluon.jit
 def new_shared_tiles(tile, COUNT: gl.constexpr, high=None):
-    """Return COUNT tiles of a descriptor's, and of that of their other columns, if not None."""
+    """Allocate COUNT tiles of a descriptor; ``high`` is that of their second pieces, or None."""
     tiles = gl.allocate_shared_memory(tile.dtype, [COUNT] + tile.block_shape, tile.layout)
     others = None
     if high is not None:
@@ -82,9 +82,9 @@ class Pipeline:
     The n-th load fills stage n % stages. A barrier's phase is a bit that flips each time all
     arrivals are in; a wait for phase 1 of a new barrier returns at once.
 
-    A stage holds the bf16 terms of an fp32 tile, if there are several. If row_stats is not None, a
-    stage also holds a number for each row of its tile, [1, rows] in fp32. If high is not None, it
-    has the other columns of a tile, whose columns are two powers of two.
+    A stage holds all bf16 terms of an fp32 tile. If row_stats is not None, a stage also holds a
+    number for each row of its tile: [1, rows] in fp32, or its bf16 terms [1, rows, columns]. If
+    high is not None, it has the second pieces of the tiles.
     """
 
     tiles: gl.shared_memory_descriptor
@@ -113,7 +113,7 @@ class Pipeline:
 
     @gluon.jit
     def producer_commit(self, n, tile, batch, head, row, row_stats=None, stats_row=0, high=None):
-        """Start the n-th load, whose stage is empty; it completes the stage's full barrier."""
+        """Start the n-th load into its empty stage; the load completes the stage's full barrier."""
         stage = n % self.stages
         full = self.full.index(stage)
         size: gl.constexpr = self.terms * tile.block_type.nbytes
@@ -145,12 +145,12 @@ class Pipeline:
 
     @gluon.jit
     def consumer_release(self, n):
-        """Release the n-th tile's stage; every consumer warpgroup must."""
+        """Release the n-th tile's stage, as every consumer warpgroup must."""
         mbarrier.arrive(self.empty.index(n % self.stages), count=1)
 
     @gluon.jit
     def tile(self, n):
-        """Return the n-th tile, [rows, columns], or a tuple of its terms; it has been loaded."""
+        """Return the n-th tile, [rows, columns], or a tuple of its terms, without a wait."""
         if self.high is not None:
             tile = SharedTiles(self.tiles, self.high).tile(n % self.stages)
         elif self.terms == 1:
@@ -165,10 +165,10 @@ class Pipeline:
 
     @gluon.jit
     def keep_rows(self, n, start, mask, seen):
-        """Write zeros to rows of the n-th tile that nobody sees, by bounds: they may be NaN.
+        """Zero the rows of the n-th tile that are not seen, by bounds of rows: they may be NaN.
 
-        ``seen`` is the first row that is seen, and one past the last. All warpgroups may do so at
-        once: they write the same.
+        ``seen`` is (begin, end) of the rows that are seen. All warpgroups may call this at once:
+        they write the same numbers.
         """
         if mask.rows:
             begin, end = seen
@@ -182,13 +182,13 @@ class Pipeline:
 
     @gluon.jit
     def term(self, at):
-        """Return a tile [rows, columns] by its place among all terms of all stages."""
+        """Return a tile [rows, columns] by its index among all terms of all stages."""
         tile = self.tiles.index(at)
         return tile.reshape([tile.shape[2], tile.shape[3]])
 
     @gluon.jit
     def stats(self, n):
-        """Return the numbers of the n-th tile's rows, [rows]."""
+        """Return the row statistics of the n-th tile, [rows] or [rows, columns]."""
         stats = self.row_stats.index(n % self.stages)
         if len(stats.shape) == 2:
             stats = stats.reshape([stats.shape[1]])
@@ -213,8 +213,8 @@ def new_pipeline(
         STAGES: loads that may be in flight or in use.
         CONSUMERS: warpgroups that release each stage; 0 if stages have no empty barriers.
         TERMS: bf16 terms of a tile.
-        row_stats: descriptor of a number for each row, or None.
-        high: descriptor of a tile's other columns, or None.
+        row_stats: descriptor of the row statistics, or None.
+        high: descriptor of the second pieces of tiles, or None.
     """
     made = new_shared_tiles(tile, TERMS * STAGES, high)
     stats = None
@@ -235,7 +235,7 @@ def new_pipeline(
 
 @aggregate
 class ScalarPipeline:
-    """Integers that one warp sends to several warpgroups, at most two of them in flight."""
+    """Integers that one warp sends to other roles, at most two of them in flight."""
 
     numbers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -268,7 +268,7 @@ class ScalarPipeline:
 
 @gluon.jit
 def new_scalar_pipeline(CONSUMERS: gl.constexpr):
-    """Return an empty pipeline that CONSUMERS warpgroups read."""
+    """Return an empty pipeline, of which CONSUMERS roles read each number."""
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -282,8 +282,8 @@ def new_scalar_pipeline(CONSUMERS: gl.constexpr):
 class SharedP:
     """P in shared memory, from the warpgroup that computes it to the one that computes dS.
 
-    There is no empty barrier: P of ``stages`` tiles before has been read when the tile that it was
-    computed from has been released.
+    There is no empty barrier. The P of ``stages`` tiles before has been read once the tile that it
+    was computed from is released.
     """
 
     tiles: gl.shared_memory_descriptor
@@ -314,7 +314,7 @@ class SharedP:
 def new_shared_p(
     DTYPE: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr
 ):
-    """Return shared memory for STAGES of P [ROWS, COLUMNS]."""
+    """Allocate shared memory for STAGES tiles of P [ROWS, COLUMNS]."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 32 if gl.float32 == DTYPE else 16, 2)
     tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, COLUMNS], layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -1,7 +1,7 @@
-"""Registers: packed 16-bit pairs, products that a warp leaves out, an opaque copy.
+"""Registers: packed 16-bit pairs, multiplications that a warp can skip, an opaque copy.
 
-Triton keeps a 16-bit number that a loop carries in a register of 32 bits, and packs and unpacks it
-in each step: that was an eighth of all instructions of a step of the forward.
+Triton keeps a loop-carried 16-bit number in a 32-bit register, and packs and unpacks it in each
+step: that was an eighth of the instructions of a forward step.
 """
 
 from triton.experimental import gluon
@@ -15,19 +15,19 @@ APART = gl.constexpr("mov.b32 {$0, $1}, $2;")
 
 @gluon.constexpr_function
 def acc_layout(columns):
-    """Return the layout of a warpgroup's accumulator of so many columns."""
+    """Return the layout of a warpgroup's accumulator with ``columns`` columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def operand_layout(columns):
-    """Return the layout of the registers that are the left of a product of so many columns."""
+    """Return the layout of a left operand in registers, for a product with ``columns`` columns."""
     return gl.DotOperandLayout(0, acc_layout(columns), 2)
 
 
 @gluon.jit
 def pack(x, dtype: gl.constexpr):
-    """Round x [rows, columns], in fp32, to a dtype, and return packed [rows, columns / 2]."""
+    """Round fp32 x [rows, columns] to a dtype, and return packed pairs [rows, columns / 2]."""
     even, odd = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     ROUND: gl.constexpr = TO_FP16 if dtype == gl.float16 else TO_BF16
     return gl.inline_asm_elementwise(ROUND, "=r,r,r", [even, odd], gl.int32, True, 1)
@@ -35,7 +35,7 @@ def pack(x, dtype: gl.constexpr):
 
 @gluon.jit
 def to_fp32(x):
-    """Return 16-bit numbers in fp32; the compiler takes three instructions for two of bf16."""
+    """Return 16-bit numbers in fp32; for two of bf16 the compiler would use three instructions."""
     if x.dtype == gl.bfloat16:
         numbers = gl.inline_asm_elementwise(TO_FP32, "=f,=f,r", [x], gl.float32, True, 2)
     else:
@@ -45,20 +45,20 @@ def to_fp32(x):
 
 @gluon.jit
 def bits_as(x, DTYPE: gl.constexpr):
-    """Return the bits of 16-bit numbers as numbers of another such dtype."""
+    """Reinterpret 16-bit numbers as another 16-bit dtype."""
     return x.to(DTYPE, bitcast=True)
 
 
 @gluon.jit
 def unpack(packed, DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
-    """Return the numbers in packed, [rows, columns], as the left of a product of COLUMNS."""
+    """Unpack numbers to the left operand [rows, columns] of a product with COLUMNS columns."""
     even, odd = gl.inline_asm_elementwise(APART, "=h,=h,r", [packed], (gl.int16, gl.int16), True, 1)
     L: gl.constexpr = operand_layout(COLUMNS)
     numbers = gl.reshape(gl.join(even, odd), [packed.shape[0], 2 * packed.shape[1]])
     return gl.convert_layout(numbers.to(DTYPE, bitcast=True), L, assert_trivial=True)
 
 
-# A thread has the factors of two rows.
+# Each thread holds the factors of two rows.
 ANY_CHANGES = gl.constexpr(
     "{ .reg .pred any, other; setp.neu.f32 any, $2, 0f3F800000; setp.neu.f32 other, $3, 0f3F800000;"
     " or.pred any, any, other; vote.sync.any.pred any, any, 0xffffffff; selp.b32 $0, 1, 0, any;"
@@ -68,26 +68,26 @@ ANY_CHANGES = gl.constexpr(
 
 @gluon.jit
 def any_changes(factors):
-    """Return, for each row, whether a row of its warp has a factor other than 1."""
+    """Return, for each row, whether any row of its warp has a factor other than 1."""
     return gl.inline_asm_elementwise(ANY_CHANGES, "=r,=r,f,f", [factors], gl.int32, True, 2)
 
 
 @gluon.constexpr_function
 def scale_text(n):
-    """Return assembler: n numbers, times n factors where a flag is set."""
+    """Return PTX that multiplies n numbers by n factors if a flag is set."""
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
     return f"{{ .reg .pred any; setp.ne.b32 any, ${3 * n}, 0; @!any bra done; {products} done: }}"
 
 
 @gluon.constexpr_function
 def scale_operands(n):
-    """Return the constraints of that: the numbers stay where they are."""
+    """Return the constraints of ``scale_text``: results are in the registers of the numbers."""
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n + ["r"] * n)
 
 
 @gluon.jit
 def scale_where(acc, factors, flags):
-    """Return an accumulator with its rows multiplied by the warps that have a flag."""
+    """Return an accumulator whose rows are multiplied in warps that have a flag."""
     N: gl.constexpr = acc.shape[1] // 2
     TEXT: gl.constexpr = scale_text(N)
     of_rows = [acc, factors[:, None], flags[:, None]]
@@ -99,9 +99,9 @@ OPAQUE = gl.constexpr("mov.b32 $0, $1;")
 
 @gluon.jit
 def opaque(x):
-    """Return x, of which the compiler does not know that it is x.
+    """Return a copy of x that the compiler does not recognize as x.
 
-    What lies in one place all through a loop has addresses that a thread would keep in registers,
-    one for each 16 columns that are multiplied; from a place that looks new it computes them again.
+    If a tile stays in place during a loop, the compiler keeps its addresses in registers, one for
+    each 16 columns that are multiplied. With an opaque index, each step computes them again.
     """
     return gl.inline_asm_elementwise(OPAQUE, "=r,r", [gl.to_tensor(x)], gl.int32, False, 1)

@@ -4,7 +4,7 @@ Sources: Qiang et al., 2026, "DASH: Deterministic Attention Scheduling for High-
 Reproducible LLM Training", for the shift schedule; the waves are ours.
 """
 
-# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -17,10 +17,10 @@ LINEAR, ASCENDING, DESCENDING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2
 
 @aggregate
 class Shape:
-    """The problem, as every role needs it.
+    """The sizes and the mask that every role needs.
 
-    A group is the query heads of a key head, or its part of a GQA split. ``mask`` is that of the
-    first batch, and ``strides`` are the distances of two batches in its bounds of rows, if any.
+    ``group`` is the number of query heads of a key head, or of a GQA split of it. ``mask`` is that
+    of the first batch, and the strides are between batches in its bounds of rows, if any.
     """
 
     group: gl.tensor
@@ -46,9 +46,9 @@ class Shape:
 class TileScheduler:
     """The tiles of all heads in the order in which CTAs take them.
 
-    LINEAR: head by head. Else by sections of heads, whose K and V stay in the L2 cache; in a
-    section the first blocks of all heads come first (ASCENDING) or the last ones (DESCENDING):
-    under a mask the longest, so that the last CTAs to finish have the least work (LPT).
+    LINEAR goes head by head. The other orders go by sections of heads, whose K and V stay in the L2
+    cache: in a section the first blocks of all heads come first (ASCENDING), or the last ones
+    (DESCENDING). Under a mask the longest come first, so the last CTAs have the least work (LPT).
     """
 
     tiles: gl.tensor
@@ -59,7 +59,7 @@ class TileScheduler:
 
     @gluon.constexpr_function
     def __init__(self, tiles, blocks, heads, section_heads, order):
-        """Store the fields: tiles of all heads, blocks of one head."""
+        """Store the fields; ``tiles`` counts all heads, ``blocks`` one head."""
         self.tiles = tiles
         self.blocks = blocks
         self.heads = heads
@@ -87,13 +87,13 @@ class TileScheduler:
 
     @gluon.jit
     def batches(self):
-        """Return the batches."""
+        """Return the number of batches."""
         return self.tiles // (self.blocks * self.heads)
 
 
 @gluon.jit
 def one_tile_each(blocks, heads, ORDER: gl.constexpr):
-    """Return the scheduler of a launch with one CTA a tile, in sections as the portable kernels."""
+    """Return the scheduler of a launch with one CTA per tile and the portable kernels' sections."""
     return TileScheduler(gl.num_programs(0), blocks, heads, gl.to_tensor(SECTION_HEADS), ORDER)
 
 
@@ -101,10 +101,10 @@ def one_tile_each(blocks, heads, ORDER: gl.constexpr):
 class ShiftSchedule:
     """The order in which the CTA of a key tile visits query tiles: the shift schedule.
 
-    A wave is the key tiles of a head that run at once. Its first CTA begins with the last query
-    tile, the others ``stagger`` tiles apart from one another, and after tile 0 comes the last. So
-    all keep that distance, or less where there is no room, and none waits for another to begin.
-    Under a mask all visit the query tiles from the last to the first.
+    A wave is the key tiles of a head that run at once. Its first CTA starts at the last query tile,
+    each other CTA ``stagger`` tiles from the one before, and after tile 0 they wrap around. So they
+    stay that far apart, or less if there are few query tiles, and none waits for another to start.
+    Under a mask all CTAs visit the query tiles from last to first.
     """
 
     begin: gl.tensor
@@ -115,7 +115,7 @@ class ShiftSchedule:
 
     @gluon.constexpr_function
     def __init__(self, begin, count, rank, stagger, masked):
-        """Store the fields: the wave's first key tile, its key tiles, and which of them this is."""
+        """Store the fields: the wave's first key tile, its number of key tiles, this one's rank."""
         self.begin = begin
         self.count = count
         self.rank = rank
@@ -124,7 +124,7 @@ class ShiftSchedule:
 
     @gluon.jit
     def query_tile(self, n, end):
-        """Return the n-th of ``end`` query tiles."""
+        """Return the n-th query tile to visit, of ``end``."""
         if self.masked:
             i = end - 1 - n
         else:
@@ -134,7 +134,7 @@ class ShiftSchedule:
 
     @gluon.jit
     def visits_before(self, i, end):
-        """Return how many key tiles of the head visit query tile i earlier, if there is no mask."""
+        """Return how many key tiles of the head visit query tile i before this one; no mask."""
         first = gl.minimum(self.stagger * self.count, end)
         first = gl.minimum(gl.cdiv((i + 1) * self.count, first), self.count)
         before = self.begin + self.rank - first
@@ -143,7 +143,7 @@ class ShiftSchedule:
 
 @gluon.jit
 def shift_schedule(scheduler, tile, wave, MASKED: gl.constexpr):
-    """Return the order of visits of a tile; ``wave`` is the tiles that run at once, and stagger."""
+    """Return the order of visits of a tile; ``wave`` is (tiles that run at once, stagger)."""
     wave_size, stagger = wave
     start, heads, within = scheduler.section(tile)
     begin = tile // wave_size * wave_size - start * scheduler.blocks - within % heads

@@ -1,6 +1,6 @@
-"""Scores on the device: what becomes of products of q and k before the mask and the softmax."""
+"""Scores on the device, from products of q and k to what the mask and the softmax take."""
 
-# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -15,15 +15,15 @@ TANH = gl.constexpr("tanh.approx.f32 $0, $1;")
 
 @gluon.jit
 def tanh_approx(x):
-    """Return tanh(x), as fast as exp2. Tests on a GPU check that it is off by 2^-16 of itself."""
+    """Return tanh(x), as fast as exp2; GPU tests check that its relative error is at most 2^-16."""
     return gl.inline_asm_elementwise(TANH, "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit
 def with_sink(m, l, sink):
-    """Return (m, l) of rows whose softmax has one more logit, and the weight of what they summed.
+    """Return (m, l) of rows with the sink's logit added, and the factor of their previous sums.
 
-    All is in base 2. It is the last of a row's states: as the first it would let P underflow.
+    All logits are in base 2. The sink is a row's last state: as the first it would let P underflow.
     """
     largest = gl.maximum(m, sink)
     finite = gl.where(largest == float("-inf"), 0.0, largest)
@@ -33,22 +33,22 @@ def with_sink(m, l, sink):
 
 @aggregate
 class Score:
-    """The factors of ``kernels.portable.score.Scale`` that a kernel needs for its scores, and more.
+    """The factors of ``kernels.portable.score.Scale`` that scores need, and what is added to them.
 
-    Slopes of ALiBi and sinks are those of the first batch, to which they point; after ``of_head``
-    those of a head, in base 2. Each may be None, and so may the bias.
+    ``slope`` and ``sink`` point to the numbers of the first batch. After ``of_head`` they are the
+    numbers of a head, in base 2. Each may be None, and so may the bias.
 
     Args:
-        log2: on a score, where it enters exp2.
-        cap: on a product, where it enters tanh; None is no softcap.
-        exact: whether tanh has the bits that fp16 would show.
-        slope: of ALiBi.
-        slopes_stride: from batch to batch.
-        query_offset: query t stands at key t + query_offset.
-        before: whether no query sees a key behind that.
-        sink: of a row's softmax.
-        sink_stride: from batch to batch.
-        bias: of all scores, or after ``of_rows`` of a tile's queries.
+        log2: factor of a score in the argument of exp2.
+        cap: factor of a product in the argument of tanh; None means no softcap.
+        exact: whether tanh is exact enough for fp16.
+        slope: slope of ALiBi.
+        slopes_stride: stride between batches.
+        query_offset: query t is at the position of key t + query_offset.
+        before: whether no query sees a key behind its own position.
+        sink: sink of a row's softmax.
+        sink_stride: stride between batches.
+        bias: bias of all scores; after ``of_rows``, of a tile's queries.
     """
 
     log2: gl.tensor
@@ -105,7 +105,7 @@ class Score:
 
     @gluon.jit
     def of_rows(self, start_q, seq_q, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-        """Return the scores of a head's tile of queries: those have their bias, if there is one."""
+        """Return the scores of a query tile of a head, with the bias of its queries, if any."""
         bias = self.bias
         if bias is not None:
             bias = bias.of_rows(start_q, seq_q, ROWS, COLUMNS)
@@ -116,7 +116,7 @@ class Score:
 
     @gluon.jit
     def load_bias(self, start_kv, seq_kv, COLUMNS: gl.constexpr, ALL_KEYS: gl.constexpr):
-        """Return the bias of a tile of keys, or None; a relative one is added by the next two."""
+        """Return the bias of a tile of keys, or None; the next two methods add a relative bias."""
         bias = None
         if self.bias is not None:
             bias = self.bias.load(start_kv, seq_kv, COLUMNS, ALL_KEYS)
@@ -124,7 +124,7 @@ class Score:
 
     @gluon.jit
     def initial_acc(self, start_kv, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr):
-        """Return what products of q and k are added to: a relative bias, or None."""
+        """Return the initial accumulator of q k: a relative bias, or None."""
         bias = None
         if self.cap is None and self.bias is not None:
             bias = self.bias.by_distance(start_kv, WIDTH, TRANSPOSED)
@@ -132,7 +132,7 @@ class Score:
 
     @gluon.jit
     def added_to_capped(self, x, start_kv, TRANSPOSED: gl.constexpr):
-        """Return scores in base 2 with a relative bias that comes behind their softcap."""
+        """Return scores in base 2, plus a relative bias if they are capped."""
         if self.cap is not None and self.bias is not None:
             bias = self.bias.by_distance(start_kv, x.shape[1], TRANSPOSED)
             if bias is not None:
@@ -141,7 +141,7 @@ class Score:
 
     @gluon.jit
     def sloped(self, x, start_q, start_kv, TRANSPOSED: gl.constexpr):
-        """Return scores in base 2 with ALiBi; TRANSPOSED is a tile [keys, queries]."""
+        """Return scores in base 2 with ALiBi; the tile is [keys, queries] if TRANSPOSED."""
         if self.slope is not None:
             layout: gl.constexpr = x.type.layout
             rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
@@ -154,11 +154,11 @@ class Score:
 
     @gluon.jit
     def in_base_2(self, s, start_q, start_kv, bias=None):
-        """Return the scores of what ``capped`` returned [queries, keys], and their factor yet.
+        """Return (s, log2, far) of what ``capped`` returned: scores are s * log2 - far in base 2.
 
-        ``bias`` is that of the tile, or None. The last result is what ``farther`` adds to numbers
-        of rows before these meet scores. Where no query sees a key behind its own place, ALiBi is a
-        number for each row, which that is, and one for each key.
+        The tile is [queries, keys], and ``bias`` is its bias or None. If no query sees a key behind
+        its own position, ALiBi is the sum of a number for each key, which is added to s, and of one
+        for each row, ``far``; ``nearer`` and ``farther`` apply ``far`` to row maxima instead.
         """
         log2, far = self.log2, 0.0
         if bias is not None:
@@ -182,21 +182,21 @@ class Score:
 
     @gluon.jit
     def nearer(self, m, far):
-        """Return maxima of rows, of scores as they are, from those of ``in_base_2``."""
+        """Return row maxima of the scores from the maxima of s * log2 of ``in_base_2``."""
         if self.slope is not None:
             m = m - far
         return m
 
     @gluon.jit
     def farther(self, m, far):
-        """Return what ``nearer`` made m of."""
+        """Undo ``nearer``: return maxima of s * log2."""
         if self.slope is not None:
             m = m + far
         return m
 
     @gluon.jit
     def capped(self, s):
-        """Return the scores of products: where they are capped, in units of the softcap."""
+        """Return the scores of products; capped scores are in units of the softcap."""
         if self.cap is None:
             scores = s
         elif self.exact:
@@ -207,5 +207,5 @@ class Score:
 
     @gluon.jit
     def with_slope(self, p, s):
-        """Return P times the slope of its scores s, capped, which dS takes in place of P."""
+        """Return P times the softcap's slope at capped scores s; dS is computed from it."""
         return p if self.cap is None else p * (1 - s * s)

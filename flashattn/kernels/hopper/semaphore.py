@@ -1,6 +1,6 @@
-"""The dQ semaphore: in which order CTAs add to the dq accumulator of a query tile."""
+"""The dQ semaphore, which orders the additions of CTAs to the dq accumulator of a query tile."""
 
-# Gluon's aggregates look at annotations as they are, so they cannot be postponed here.
+# Gluon's aggregates need evaluated annotations: no `from __future__ import annotations` here.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -10,7 +10,7 @@ POLL = gl.constexpr(
     "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;"
 )
 ACQUIRED = gl.constexpr("bar.warp.sync 0xffffffff; fence.proxy.async; mov.b32 $0, 0;")
-# Not of the kind .read, which waits until shared memory was read only.
+# Not wait_group.read, which waits only until shared memory has been read.
 ARRIVE_INC = gl.constexpr("""{
     .reg .pred first;
     .reg .b32 lane;
@@ -26,7 +26,7 @@ ARRIVE_INC = gl.constexpr("""{
 
 @gluon.jit
 def wait_eq(counter, value):
-    """Wait, as one warp, until a counter has a value."""
+    """Wait, as one warp, until a counter equals a value."""
     seen = gl.inline_asm_elementwise(POLL, "=r,l,~{memory}", [counter], gl.int32, False, 1)
     while seen != value:
         seen = gl.inline_asm_elementwise(POLL, "=r,l,~{memory}", [counter], gl.int32, False, 1)
@@ -34,21 +34,21 @@ def wait_eq(counter, value):
 
 @gluon.jit
 def fence_acquire():
-    """Order TMA stores from now on after what this warp was told is in memory."""
+    """Order the later TMA stores after the writes whose completion this warp has acquired."""
     gl.inline_asm_elementwise(ACQUIRED, "=r,~{memory}", [], gl.int32, False, 1)
 
 
 @gluon.jit
 def arrive_inc(counter):
-    """Wait, as one warp, until all of its TMA stores are in memory, and increment a counter."""
+    """Wait, as one warp, until all of its TMA stores are in memory, then increment a counter."""
     gl.inline_asm_elementwise(ARRIVE_INC, "=r,l,~{memory}", [counter], gl.int32, False, 1)
 
 
 @aggregate
 class DqSemaphore:
-    """Counters of the key tiles that have added to a query tile's dq, in each accumulator.
+    """For each accumulator, counters of the key tiles that have added to a query tile's dq.
 
-    The first ``ordered`` key tiles of an accumulator wait for their turn.
+    The first ``ordered`` key tiles of an accumulator add in order; the others add after these.
     """
 
     counters: gl.tensor
@@ -64,10 +64,10 @@ class DqSemaphore:
 
     @gluon.jit
     def value(self, schedule, i, end, block, first):
-        """Return after how many others a key tile adds to query tile i; ``ordered``: after these.
+        """Return the count at which a key tile adds to query tile i; at most ``ordered``.
 
-        Under a mask the order is that of the keys, and the first to add is key tile ``first``.
-        Without one it is the order of visits.
+        Under a mask key tiles add in the order of the keys, beginning with key tile ``first``.
+        Without a mask they add in the order of their visits.
         """
         if schedule.masked:
             value = (block - first) // self.accums
@@ -77,10 +77,10 @@ class DqSemaphore:
 
     @gluon.jit
     def accum_batch(self, block, batch, scheduler):
-        """Return a batch's place in the accumulator of a key tile: all accumulators have all."""
+        """Return a batch's index among the batches of all accumulators, for a key tile."""
         return block % self.accums * scheduler.batches() + batch
 
     @gluon.jit
     def counter(self, head, end, i):
-        """Return the counter of query tile i, of ``end``, of a head."""
+        """Return the counter of query tile i of a head that has ``end`` query tiles."""
         return self.counters + head * end + i

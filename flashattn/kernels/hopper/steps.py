@@ -1,4 +1,4 @@
-"""Steps of the Hopper kernels: each launch's arguments, from a plan."""
+"""Steps of the Hopper kernels: the arguments of each launch, from a plan."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def forward(
 
 
 def pieces_of(name: str, dims: tuple[int, int]) -> tuple[int, int]:
-    """Return the columns of the pieces of a tensor's tiles; ``dims`` are D and Dv."""
+    """Return the columns of the two pieces of a tensor's tiles; ``dims`` are (D, Dv)."""
     return value_pieces(*dims) if name in OF_VALUES else tile_pieces(dims[0])
 
 
@@ -99,13 +99,13 @@ def pieces_of(name: str, dims: tuple[int, int]) -> tuple[int, int]:
 def tiles_of(
     dims: tuple[int, int], **rows: int
 ) -> tuple[tuple[TileSpec | None, ...], tuple[TileSpec | None, ...], tuple[str | None, ...]]:
-    """Return the tiles of some tensors' first columns, those of the others, and their names.
+    """Return the first pieces of tensors' tiles, the second pieces, and the names of the latter.
 
-    Where tiles are in one piece, the latter are None.
+    For a tile in one piece, the second piece and its name are None.
 
     Args:
         dims: D and Dv.
-        rows: of a tile, by tensor.
+        rows: rows of a tile, by tensor.
     """
     pieces = [pieces_of(name, dims) for name in rows]
     found = [
@@ -143,12 +143,12 @@ def bounds_names(options: Options) -> tuple[str | None, str | None]:
 
 
 def bounds_strides(options: Options, seq_q: int, seq_kv: int) -> tuple[int | None, int | None]:
-    """Return the distances of two batches in these; None where there are none."""
+    """Return the strides between batches in the bounds; None where there are none."""
     return portable.bounds_strides(options, seq_q, seq_kv) or (None, None)
 
 
 def bias_strides(lies: ScoreLayout, options: Options) -> tuple[int | None, ...] | None:
-    """Return the strides of a bias, and the length of a relative one; None where there is none."""
+    """Return the strides of a bias and the length of a relative one; None without a bias."""
     if options.bias is None:
         return None
     if not is_relative(options.bias):
@@ -158,15 +158,15 @@ def bias_strides(lies: ScoreLayout, options: Options) -> tuple[int | None, ...] 
 
 
 def scored_names(options: Options) -> tuple[str | None, ...]:
-    """Return the names of what scores are made with, as ``portable.scored_names`` does."""
+    """Return the names of slopes, bias and sink, as ``portable.scored_names`` does."""
     alibi, bias, sink = portable.scored_names(options)
     return alibi, bias and ("bias_line" if bias == "bias_copies" else bias), sink
 
 
 def line_step(options: Options) -> list[Step]:
-    """Return the launch that writes a relative bias in a line, if there is one.
+    """Return the launch that writes a relative bias as a line, if there is a relative bias.
 
-    It is in units of products, to which it is added, or where these are capped, of scores.
+    The line is in units of products, to which it is added; with a softcap, in units of scores.
     """
     bias = options.bias
     if bias is None or not is_relative(bias):
@@ -180,8 +180,8 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
 
     Args:
         plan: of the Hopper kernels.
-        specs: of q, k, v, grad_o and o, and others that are not asked.
-        options: what is asked.
+        specs: of q, k, v, grad_o and o; further ones are not used.
+        options: the options of the call.
     """
     q, k, v, grad_o, o, *_ = specs
     splits = plan.gqa_splits
@@ -225,7 +225,7 @@ def backward(plan: BackwardPlan, specs: Sequence[TensorSpec], options: Options) 
 
 
 def _gqa(k: TensorSpec, splits: int) -> tuple[tuple[Any, ...], tuple[str, str]]:
-    """Return how a kernel is told of GQA splits, and what it fills."""
+    """Return the arguments for GQA splits, and the names of the outputs."""
     if splits == 1:
         return (None, None, None), ("dk", "dv")
     return (splits, k.shape[3], dense_strides(k.shape)[:3]), ("dk_partial", "dv_partial")
@@ -258,7 +258,7 @@ def _one_pass(
             *(lies.slopes, lies.query_offset, bias_strides(lies, options)),
             *(scale.factor, scale.log2, scale.cap),
         ),
-        # Programs wait for those before them: these run, or they are started in their order.
+        # CTAs wait for those before them, which all run (cooperative) or start in their order.
         {
             "t": backward_config(tile, head_dim, vector(options.bias, seq_kv)),
             "launch_cooperative_grid": tile.persistent,
@@ -284,7 +284,7 @@ def _one_pass(
 
 
 def box_lines(head_dim: int) -> int:
-    """Return the lines of dq_accum that are stored at a time: all that a half of dq consists of."""
+    """Return the lines of dq_accum that are stored at a time; halves of dq are whole boxes."""
     return WARPGROUP_Q // 2 if head_dim_split(head_dim)[1] else WARPGROUP_Q
 
 

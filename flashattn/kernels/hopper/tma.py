@@ -1,4 +1,4 @@
-"""Tensor descriptors: what TMA loads and stores, as a launch describes it."""
+"""Tensor descriptors of launches, for TMA loads and stores."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from flashattn.kernels.descriptor import Form, Tiled, descriptor_strides, form_o
 from flashattn.plan.tile import block_d
 
 WARPS = 4  # of a warpgroup
-PRODUCT = 16  # columns that are multiplied at once
+PRODUCT = 16  # columns that one WGMMA multiplies
 SWIZZLE = 128  # bytes, of tiles in shared memory
 
 
 @cache
 def swizzled(dtype: torch.dtype, block: tuple[int, ...], bytes_: int) -> Form:
-    """Return the form of descriptors of tiles that lie in shared memory with a swizzle, or 0."""
+    """Return the form of descriptors whose tiles are swizzled by ``bytes_``; 0 is no swizzle."""
     layout = gl.NVMMASharedLayout(bytes_, 8 * dtype.itemsize, len(block))
     return form_of(TensorDescriptor, dtype, block, layout=layout)
 
 
 class TileSpec(NamedTuple):
-    """What is loaded and stored in tiles of [rows, columns]; what lies outside is 0.
+    """A tensor that is loaded or stored in tiles [rows, columns]; out of bounds it reads as 0.
 
     Args:
-        rows: of a tile.
-        columns: likewise; 0 is BLOCK_D.
+        rows: rows of a tile.
+        columns: columns of a tile; 0 means BLOCK_D.
     """
 
     rows: int
@@ -43,14 +43,14 @@ class TileSpec(NamedTuple):
 
 @cache
 def _form(tile: TileSpec, dtype: torch.dtype, head_dim: int) -> Form:
-    """Return the form of descriptors of all lengths."""
+    """Return the form of descriptors, which is the same for all lengths."""
     columns = tile.columns or block_d(head_dim)
     bytes_ = min(SWIZZLE, columns * dtype.itemsize)
     return swizzled(dtype, (1, 1, tile.rows, columns), bytes_)
 
 
 class RowStatsSpec(NamedTuple):
-    """Rows of x [B * H, N], contiguous in fp32, of which [1, rows] are loaded at a time."""
+    """Row statistics x [B * H, N], contiguous in fp32, loaded as [1, rows]."""
 
     rows: int
 
@@ -60,9 +60,9 @@ class RowStatsSpec(NamedTuple):
 
 
 class RowTermsSpec(NamedTuple):
-    """Terms of a number for each row, x [B * H, N, columns], loaded as [1, rows, PRODUCT].
+    """The terms of a number for each row, x [B * H, N, columns], loaded as [1, rows, PRODUCT].
 
-    Columns from ``columns`` on are 0.
+    The columns from ``columns`` on read as 0.
     """
 
     rows: int

@@ -36,7 +36,7 @@ def _installed(module: str) -> bool:
         spec = find_spec(module)
     except ModuleNotFoundError:  # a submodule of a package that is not installed
         return False
-    return spec is not None and spec.origin is not None  # FlashAttention 4 alone has no flash_attn
+    return spec is not None and spec.origin is not None  # FA-4 alone makes flash_attn a namespace
 
 
 def _attending(module: str) -> Callable[..., torch.Tensor]:

@@ -12,7 +12,7 @@ def check_among(name: str, value: object, wanted: Collection[object]) -> None:
     """Check that an argument has one of the wanted values.
 
     Raises:
-        ValueError: it has not; the message names the argument, what was wanted and given.
+        ValueError: it has another; the message names the argument, what was wanted and given.
     """
     try:
         known = value in frozenset(wanted)  # by hash: a tensor has no truth value

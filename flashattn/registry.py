@@ -102,7 +102,7 @@ class Impl(Claims):
 
     @property
     def excused(self) -> bool:
-        """Return whether tests report its errors but pass, as its own authors have to fix them."""
+        """Return whether tests report its errors but pass: only its authors can fix them."""
         return not self.strict and not self.origin
 
     def why_not(

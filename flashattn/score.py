@@ -97,7 +97,7 @@ def relative(vector: torch.Tensor) -> Relative:
 
 
 class Terms(NamedTuple):
-    """What is added to the scores [..., T, S] of some queries and keys.
+    """The terms that are added to the scores [..., T, S] of some queries and keys.
 
     Args:
         alibi_slopes: [..., 1, 1], or None.

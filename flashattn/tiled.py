@@ -85,7 +85,7 @@ def tiled_forward(
         mask: which keys a query sees.
         scale: factor on the scores.
         softcap: bound on the scores; None means no bound.
-        terms: what is added to the scores.
+        terms: the terms that are added to the scores.
         sink: [..., 1, 1], or None.
 
     Returns:
@@ -382,7 +382,7 @@ def tiled_attention(
     scored = (_grouped(x, heads) for x in (*terms[:3], sinks))
     try:
         o, lse = _Tiled.apply(*given, *scored, mask, scale, softcap, query_offset, seq_q)
-    except NotImplementedError as error:  # no jvp method says so: torch.compile takes none
+    except NotImplementedError as error:  # torch.compile allows no jvp method
         raise no_forward_mode("the tiled attention", error) from None
     o = o.flatten(1, 2)
     return o if bounds is None else bounds.without_fully_masked(o), lse.flatten(1, 2)

@@ -84,7 +84,7 @@ def _rule(
 
 
 def _part(name: str, x: Any, kind: Placement) -> Placement:
-    """Return the placement of one of ``Extras`` beside that of q: replicated if it is for all."""
+    """Return the placement of one of ``Extras`` if q is placed as ``kind``."""
     whole = kind == HEADS and name in BOUNDS
     split = isinstance(kind, Shard) and not whole and x.shape[kind.dim] > 1
     return kind if split else Replicate()

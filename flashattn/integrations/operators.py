@@ -283,7 +283,7 @@ def _bounds(
 
 
 def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:
-    """Return the mask of FlashAttention's arguments, where a negative bound means none."""
+    """Return the mask of FlashAttention's arguments, where negative means no bound."""
     left, right = (None if x is None or x < 0 else x for x in (left, right))
     return Mask(left, 0 if is_causal else right, "bottom_right")
 

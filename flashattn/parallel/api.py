@@ -64,7 +64,7 @@ def attention(
     result. Masks apply to the whole sequences.
 
     Args:
-        q: [B, H, rows, D], this rank's rows, or [B, rows, D]; or a DTensor, see below.
+        q: [B, H, rows, D], this rank's rows, or [B, rows, D]; or a DTensor, see Returns.
         k: [B, G, rows, D], likewise.
         v: [B, G, rows, Dv], likewise.
         mesh: a mesh of one dimension, such as ``mesh["context"]`` of a larger one.

@@ -52,7 +52,7 @@ class Kernels(NamedTuple):
 
     family: str  # of our kernels, see ``plan.spec``, or "tiled", the algorithm in PyTorch
     scale: float  # factor on the scores
-    softcap: float | None  # bound on the scores; None is none
+    softcap: float | None  # bound on the scores; None means no bound
     precision: str  # see ``attention``
     deterministic: bool  # see ``attention``
 

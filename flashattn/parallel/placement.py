@@ -75,7 +75,7 @@ class Placement(NamedTuple):
 def shard(
     x: torch.Tensor, mesh: DeviceMesh, *, dim: int, placement: str = "zigzag"
 ) -> torch.Tensor:
-    """Return this rank's rows of a tensor that is whole on every rank; differentiable.
+    """Return this rank's rows of a whole tensor; differentiable.
 
     Args:
         x: any tensor.

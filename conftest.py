@@ -22,7 +22,7 @@ pytest_plugins = ["pytester"]
 
 ON_GPU = torch.cuda.is_available()
 
-# To explain a failure Hypothesis varies it, which would compile for minutes on a GPU.
+# The explain phase varies a failing example, which would compile for minutes on a GPU.
 PHASES = [phase for phase in hypothesis.Phase if not ON_GPU or phase != hypothesis.Phase.explain]
 # Examples per property. Interpreted kernels are slow, so a GPU runs more of them.
 for _profile, _on_cpu, _on_gpu in (("quick", 5, 20), ("default", 20, 100), ("thorough", 200, 1000)):
@@ -38,7 +38,7 @@ hypothesis.settings.load_profile("default")
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Register our plugins; declare which implementations take part."""
+    """Register our plugins; add the option that chooses implementations."""
     for plugin in (caught, examples, left_out, parallel, seed):
         pluginmanager.register(plugin)
     parser.addoption(
@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 IMPLS = pytest.StashKey[list[str]]()
-PEERS = ("triton", "naive", "sdpa_flash", "sdpa_cudnn", "flex")  # what a user would time it beside
+PEERS = ("triton", "naive", "sdpa_flash", "sdpa_cudnn", "flex")  # what a user would compare it with
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[IMPLS] = chosen or list(registry.names())
     config.pluginmanager.register(Verdicts(), "verdicts")
     config.option.impl = chosen
-    # Somebody's own, and nobody else, is asked for: benchmarks put the peers beside it.
+    # Only implementations from outside are asked for: benchmarks also time the peers.
     own = all(registry.get(name).origin for name in chosen)
     config.option.impl_peers = PEERS if chosen and own else ()
 
@@ -94,7 +94,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep what --impl takes part in."""
+    """Keep only the items that take an implementation if --impl is given."""
     if config.option.impl:
         config.hook.pytest_deselected(items=[item for item in items if not _has_impl(item)])
         items[:] = [item for item in items if _has_impl(item)]

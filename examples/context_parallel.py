@@ -1,4 +1,4 @@
-"""One sequence on several GPUs, or on several processes of a CPU.
+"""Shard one sequence over several GPUs, or over several processes on a CPU.
 
 torchrun --nproc-per-node 2 examples/context_parallel.py
 """
@@ -18,7 +18,7 @@ LENGTH = 1000  # any; ranks need not have the same number of rows
 
 
 def main() -> None:
-    """Run both passes on all ranks, and print how far they are from those of one call."""
+    """Run both passes on all ranks, and print how far they are from a call on one rank."""
     world = int(os.environ["WORLD_SIZE"])
     device = "cuda" if torch.cuda.device_count() >= world else "cpu"
     if device == "cuda":
@@ -45,7 +45,7 @@ def main() -> None:
     distributed.barrier()
     distributed.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort a process that ends with its destructors
+    os._exit(0)  # gloo's threads sometimes abort a process in its destructors
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""PyTorch's own scaled_dot_product_attention runs on our kernels, compiled or not, both passes."""
+"""Run PyTorch's scaled_dot_product_attention on our kernels: both passes, eager and compiled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashattn.integrations import sdpa
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return what a model's layer would; nothing here names flashattn."""
+    """Call attention as the layer of a model does; nothing here names flashattn."""
     return scaled_dot_product_attention(q, k, v, is_causal=True)
 
 

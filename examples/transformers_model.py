@@ -1,4 +1,4 @@
-"""A transformers model on flashattn: train it for a few steps, then generate, eager beside ours.
+"""Train a transformers model on flashattn for a few steps, then compare its tokens with eager.
 
 The model is tiny and random, so this runs on a CPU in seconds. With a GPU, load a real one::
 

@@ -1,4 +1,4 @@
-"""FlashAttention in Triton, proven against naive attention and measured against everything else."""
+"""FlashAttention in Triton, tested against naive attention and timed beside other libraries."""
 
 from flashattn import masks
 from flashattn.api import attention

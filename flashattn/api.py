@@ -37,7 +37,7 @@ from flashattn.score import (
 )
 
 _deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001 - torch's wrapper is slower
-# In the order in which "auto" asks them.
+# The order in which "auto" tries implementations.
 FASTEST_FIRST = {
     "cuda": ("hopper", "triton", "tiled"),
     "cpu": ("sdpa", "tiled", "reference"),
@@ -47,7 +47,7 @@ OURS = (
     *(registry.ASKED - {"bounds"}),
     *("documents", "mask", "return_lse", "impl", "precision", "deterministic"),
 )
-# What other libraries have and we call otherwise, or have not.
+# Arguments of other libraries that have another name here, or no counterpart.
 INSTEAD = {
     "attn_mask": "use mask=flashattn.masks.of(attn_mask), or bias=attn_mask",
     "cu_seqlens": "use documents",
@@ -80,73 +80,74 @@ def attention(
     deterministic: bool = True,
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Compute softmax(scale * q @ k.T + mask) @ v without holding the score matrix.
+    """Compute softmax(scale * q @ k.T + mask) @ v without materializing the score matrix.
 
-    Scores are made in this order: scale, softcap, ALiBi, bias, mask, sink (see ``score``).
+    Scores are computed in this order: scale, softcap, ALiBi, bias, mask, sink (see ``score``).
 
-    Query head h reads key/value head h // (H // G). Under ``causal=True`` or ``"top_left"`` query t
-    sees keys 0 ... t, as in PyTorch; under ``"bottom_right"`` keys 0 ... t + S - T, as in
-    flash-attn, so that the last query sees every key. A sliding window hides keys that are further
-    away: a query at position p sees keys p - left ... p + right of these. Keys and values that no
-    query sees may be NaN. Products are accumulated in fp32. Under ``torch.autocast`` q, k and v are
-    cast to its dtype first.
+    Query head h reads key/value head h // (H // G). With ``causal=True`` or ``"top_left"``, query t
+    sees keys 0 ... t, as in PyTorch. With ``"bottom_right"`` it sees keys 0 ... t + S - T, as in
+    flash-attn, so the last query sees every key. A sliding window further limits a query at
+    position p to keys p - left ... p + right. Keys and values that no query sees may be NaN.
+    Products are accumulated in fp32. ``torch.autocast`` casts q, k and v first.
 
     Args:
-        q: [B, H, T, D], or [B, T, D] for one head; fp32, fp16 or bf16 (fp64: only by
-            implementations in PyTorch). Any strides are taken as they are when the last dimension
-            is dense; otherwise the tensor is copied once.
-        k: [B, G, S, D], G a divisor of H, or [B, S, D].
-        v: [B, G, S, Dv], or [B, S, Dv]. Hopper's kernels take Dv up to 128 where D is 129 to 192;
-            for implementations that take one width the narrower tensors are padded with zeros.
+        q: [B, H, T, D], or [B, T, D] for one head; fp32, fp16 or bf16 (fp64 only in the PyTorch
+            implementations). Strides are used as they are if the last dimension is dense;
+            otherwise the tensor is copied once.
+        k: [B, G, S, D], where G divides H, or [B, S, D].
+        v: [B, G, S, Dv], or [B, S, Dv]. The Hopper kernels take Dv up to 128 with D from 129 to
+            192. For implementations that need Dv = D, the narrower tensors are padded with zeros.
         causal: False, True, "top_left" or "bottom_right".
-        window: (left, right), how many keys before and after its own position a query sees, both
-            inclusive, as flash-attn's ``window_size``; None is no bound. A causal mask has
-            right = 0. Query t has position t, with ``causal="bottom_right"`` t + S - T.
-        documents: cu, or (cu_q, cu_k), int32 or int64 [N + 1] on q's device: documents packed one
-            behind the other, flash-attn's ``cu_seqlens``. Document i has queries cu_q[i] ...
-            cu_q[i + 1] - 1 and sees keys cu_k[i] ... cu_k[i + 1] - 1, among these as ``causal`` and
-            ``window`` say. Queries behind the last document see nothing. On a GPU the values are
-            not checked (see ``resolve.check_documents``), nor waited for.
-        mask: an object of ``flashattn.masks``, which hides more keys.
+        window: (left, right), the number of keys that a query sees before and after its own
+            position, both ends inclusive, as in flash-attn's ``window_size``; None means no bound.
+            A causal mask has right = 0. The position of query t is t, or t + S - T with
+            ``causal="bottom_right"``.
+        documents: cu, or (cu_q, cu_k), int32 or int64 [N + 1] on q's device: cumulative lengths of
+            packed documents, flash-attn's ``cu_seqlens``. Document i has queries cu_q[i] ...
+            cu_q[i + 1] - 1 and sees keys cu_k[i] ... cu_k[i + 1] - 1; ``causal`` and ``window``
+            apply within it. Queries after the last document see nothing. On a GPU the host neither
+            waits for the values nor checks them (see ``resolve.check_documents``).
+        mask: an object of ``flashattn.masks`` that hides further keys.
         softcap: bound on the scores, which become softcap * tanh(score / softcap), as in Gemma 2;
-            None is none.
-        alibi_slopes: fp32 [H] or [B, H], flash-attn's: takes slope * |t + S - T - s| off the score
-            of query t and key s; no gradient. Not with ``documents``.
-        bias: what broadcasts to [B, H, T, S] ([B, T, S] for one head), in q's dtype or fp32; added
-            to the scores, differentiable, read by strides of 0 where it is broadcast. Or, for a
-            bias of s - t alone, ``relative(vector)``. -inf hides a key.
-        sink: [H], a logit of each head that takes its share of the softmax and has no value, as in
-            gpt-oss; differentiable. An implementation that takes none has it applied to o and lse
-            behind it, so it must return the logsumexp.
-        scale: factor on the scores; None is D ** -0.5.
-        return_lse: return the natural-log logsumexp of each row of scores, too.
-        impl: a name of ``flashattn.names()``, or "auto": on a GPU the fastest of ours that can
-            solve the problem, on an H100 or H200 "hopper" where there is enough to do; on a CPU,
-            where ours are for study, PyTorch's own scaled_dot_product_attention, "tiled" with a
-            window, or the reference where these cannot. A name never falls back to another: what
-            it cannot solve, or not differentiate, is an error.
+            None means no bound.
+        alibi_slopes: fp32 [H] or [B, H], as in flash-attn: subtracts slope * |t + S - T - s| from
+            the score of query t and key s. Has no gradient; does not work with ``documents``.
+        bias: a tensor in q's dtype or fp32 that broadcasts to [B, H, T, S] ([B, T, S] for one
+            head), added to the scores; differentiable. Broadcast dimensions are read with stride 0.
+            For a bias that depends on s - t alone, pass ``relative(vector)``. -inf hides a key.
+        sink: [H], one extra logit per head that takes part in the softmax and has no value, as in
+            gpt-oss; differentiable. For an implementation without sinks, it is applied to o and
+            lse afterwards, so that implementation must return the logsumexp.
+        scale: factor on the scores; None means D ** -0.5.
+        return_lse: also return the natural-log logsumexp of each row of scores.
+        impl: a name in ``flashattn.names()``, or "auto". On a GPU, "auto" takes our fastest
+            implementation that can solve the problem: on an H100 or H200 "hopper" if there is
+            enough work. On a CPU, where ours are for study, it takes PyTorch's
+            scaled_dot_product_attention, "tiled" for a window, or the reference if these cannot.
+            A named implementation never falls back: it is an error if it cannot solve the problem,
+            or cannot differentiate it.
         precision: how "triton" and "hopper" multiply fp32: "bf16x6", "tf32x3", "tf32", "ieee", or
-            "auto", which is "tf32" where torch's setting for products on CUDA allows it, else
-            "bf16x6". Implementations in PyTorch multiply as PyTorch's settings say: chosen by
-            ``impl="auto"`` they ignore this argument, named they refuse all but "auto".
-        deterministic: False lets "hopper" sum the gradient of q in any order, which is faster; all
-            others ignore it. By default "triton" and "hopper" give the same bits for the same
-            inputs.
-        options: the named implementation's own.
+            "auto", which means "tf32" if torch's setting for CUDA matrix products allows it, else
+            "bf16x6". PyTorch implementations follow PyTorch's settings: under ``impl="auto"`` they
+            ignore this argument, and if named they accept only "auto".
+        deterministic: False lets "hopper" sum the gradient of q in any order, which is faster;
+            other implementations ignore it. By default "triton" and "hopper" give the same bits for
+            the same inputs.
+        options: options of the named implementation.
 
     Returns:
-        o [B, H, T, Dv] in q's dtype; with ``return_lse`` (o, lse), lse [B, H, T] in fp32 (fp64 for
-        fp64). A query that sees no key has o = 0 and lse = -inf, or the sink, and passes no
-        gradient but to the sink. Both are differentiable, any number of times by
-        ``impl="reference"``, once by "triton", "hopper" and "tiled". Tensors on the device "meta",
-        or fake ones, give the shapes.
+        o [B, H, T, Dv] in q's dtype; with ``return_lse``, (o, lse) with lse [B, H, T] in fp32 (fp64
+        for fp64). A query that sees no key has o = 0 and lse = -inf, or lse = the sink, and passes
+        a gradient only to the sink. Both outputs are differentiable: any number of times with
+        ``impl="reference"``, once with "triton", "hopper" and "tiled". For meta and fake tensors
+        only shapes are computed.
 
     Raises:
-        ValueError: an argument that does not fit, or a problem that ``impl`` cannot solve; the
-            message names the argument, what was wanted and what came, or says why.
-        TypeError: an argument that neither this function nor the implementation has; the message
+        ValueError: an argument does not fit, or ``impl`` cannot solve the problem. The message
+            names the argument, what was wanted and what was given, or the reason.
+        TypeError: neither this function nor the implementation has such an argument; the message
             names what to use instead.
-        NotImplementedError: on a second or a forward-mode derivative where there is none.
+        NotImplementedError: a second or forward-mode derivative is asked for where there is none.
 
     Source: Dao, 2023, "FlashAttention-2".
     """
@@ -165,7 +166,7 @@ def attention(
         attend = _PLANS[key] if key is not None else None
     except KeyError:
         attend = None
-    except TypeError:  # a mask of no hashable value
+    except TypeError:  # an argument of the mask is not hashable
         attend = key = None
     if attend is None:
         dtype = autocast_dtype(q) if key is None else None
@@ -187,7 +188,7 @@ def attention(
         if known is None or key is None:
             check_among("precision", precision, PRECISIONS)
             check_among("deterministic", deterministic, (False, True))
-            # An implementation's own defaults are these, too.
+            # Implementations have the same defaults, so only other values are passed.
             options |= {} if precision == "auto" else {"precision": precision}
             options |= {} if deterministic else {"deterministic": False}
             prepare, any_length = _preparer(
@@ -200,21 +201,21 @@ def attention(
             prepare, of_lengths = known
             attend = (of_lengths and of_lengths(key[0])) or prepare(q, k, v)
         if key is not None:
-            # A call without gradients goes straight to the launches.
+            # Calls without gradients bypass autograd and launch directly.
             attend = attend if key[1] or tensors else getattr(attend, "past_autograd", attend)
             _keep(_PLANS, key, attend)
     o, lse = attend(q, k, v, **tensors)
     return o if lse is None or not return_lse else (o, lse)
 
 
-# Checking costs the host more than launching, and a training loop asks for the same thing again and
-# again: what has passed the checks once is known by all that was looked at.
+# Checking costs the host more than launching, and a training loop repeats its calls. A call that
+# has passed the checks is cached under everything that they looked at.
 _PLANS: dict[tuple[object, ...], registry.AttentionCall] = {}
-# Who answers, and with which options, is known for other lengths, too.
+# The chosen implementation and its options, reusable for other sequence lengths.
 Preparer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], registry.AttentionCall]
 _PREPARERS: dict[tuple[object, ...], tuple[Preparer, Any]] = {}
-_MOST_PLANS = 1024  # shapes that keep changing shall not fill the memory
-# Options of these kinds are told apart by kind and value, and hold on to nothing.
+_MOST_PLANS = 1024  # bounds the memory when shapes keep changing
+# Types of options that may be part of a cache key: they keep no other object alive.
 _NAMEABLE = frozenset({str, bool, int, float, type(None)})
 
 
@@ -233,7 +234,7 @@ def _key(
     deterministic: bool,  # noqa: FBT001
     options: dict[str, Any],
 ) -> tuple[object, ...] | None:
-    """Return all that a plan depends on, or None where that has no name or an operator is due."""
+    """Return the cache key of a call, or None if it has none or must go through the dispatcher."""
     others = [x for x in tensors.values() if type(x) is not Bounds] if tensors else ()
     if not dispatch_is_trivial(q, k, v, *others):
         return None
@@ -245,15 +246,15 @@ def _key(
         named = *options.items(), kinds
     try:
         if window is not UNBOUNDED:
-            named = *named, *window, *map(type, window)  # True is 1
+            named = *named, *window, *map(type, window)  # True == 1
         grad = q.requires_grad or k.requires_grad or v.requires_grad
         for name, x in tensors.items():
-            one = x.keys if isinstance(x, Bounds) else x  # as it lies, so does the other
+            one = x.keys if isinstance(x, Bounds) else x  # queries has the same layout
             named = *named, name, *signature(one)
             if not isinstance(x, Bounds):
                 grad = grad or x.requires_grad
         return (
-            # What ``signature`` returns, without its call.
+            # ``signature(q, k, v)``, inlined.
             (
                 (q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT),
                 (k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT),
@@ -267,18 +268,18 @@ def _key(
             q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
         )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError):
-        return None  # no tensor, one of no storage or no shape, no name
+        return None  # no tensor, or one without storage or shape; or impl is no name
 
 
 def _keep(known: dict[tuple[object, ...], Any], key: tuple[object, ...], x: object) -> None:
-    """Keep what was found for a key, and drop all others where there are too many."""
+    """Cache x under a key; clear the cache first if it is full."""
     if len(known) >= _MOST_PLANS:
         known.clear()
     known[key] = x
 
 
 def _kind(key: tuple[Any, ...]) -> tuple[object, ...] | None:
-    """Return a key without lengths and strides, or None where lengths are 0 or do not fit."""
+    """Return a key without lengths and strides, or None if a length is 0 or k and v differ."""
     (q, _, *of_q, _), (k, _, *of_k, _), (v, _, *of_v, _) = key[0]
     if 0 in q or 0 in k or k[-2:-1] != v[-2:-1]:
         return None
@@ -299,11 +300,11 @@ def _preparer(
     impl: str,
     options: dict[str, Any],
 ) -> tuple[Preparer, bool]:
-    """Check the arguments and choose.
+    """Check the arguments and choose an implementation.
 
     Returns:
-        what prepares an answer to these q, k and v and all like them, and whether it does so for
-        any other lengths.
+        A function that prepares a call for q, k and v and for all inputs with their signature, and
+        whether it also works for other lengths.
     """
     alike = of_one_width(q, k, v) if only_v_differs_in_width(q, k, v) else (q, k, v)
     facts = {**facts_of(tensors), "documents": unknown_rows("bounds" in tensors)}
@@ -330,7 +331,7 @@ def _widened(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> registry.AttentionCall:
-    """Return what an implementation of one width answers to tensors like these."""
+    """Prepare a call of an implementation that needs Dv = D: inputs are padded, and o is cut."""
     attend, columns = _of_heads(chosen, how, *widened(q, k, v)), v.shape[-1]
 
     def narrowed(
@@ -349,7 +350,7 @@ def _of_heads(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> registry.AttentionCall:
-    """Return what an implementation answers to tensors like these, of one head or of many."""
+    """Prepare a call for tensors like these, with or without a head dimension."""
     if q.ndim != 3:  # noqa: PLR2004 - [B, H, T, D]
         return chosen.prepared(q, k, v, **how)
     attend = chosen.prepared(q[:, None], k[:, None], v[:, None], **how)
@@ -364,10 +365,10 @@ def _of_heads(
 
 
 def _takes(impl: registry.Impl, name: str, *, auto: bool) -> bool:
-    """Return whether an implementation takes an option, or can do without.
+    """Return whether an implementation takes an option; if not, the option may be dropped.
 
     Raises:
-        TypeError: it does not know the option, which says what it must not ignore.
+        TypeError: the implementation does not know the option and must not ignore it.
     """
     if impl.options is None or name in impl.options:
         return True
@@ -383,7 +384,7 @@ def _takes(impl: registry.Impl, name: str, *, auto: bool) -> bool:
 def _choose(
     name: str, problem: Problem, device: torch.device, *, grad: bool, lse: bool
 ) -> tuple[registry.Impl, dict[str, Any]]:
-    """Return the implementation called ``name``, or the first of "auto"'s that can, and options."""
+    """Return implementation ``name``, or the first of "auto" that can solve it, and its options."""
     asked = FASTEST_FIRST.get(device.type, ("tiled",)) if name == "auto" else (name,)
     reasons = []
     for candidate in asked:

@@ -1,4 +1,4 @@
-"""Arguments of ``attention`` and ``explain``: checked, cast, as implementations take them."""
+"""Check the arguments of ``attention`` and ``explain``, and convert them for implementations."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def scored_by(
     *,
     packed: bool,
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors that scores are made with, as implementations take them.
+    """Check ALiBi slopes, bias and sink, and return them by name, as implementations take them.
 
     Raises:
-        ValueError: one that does not fit; or slopes of packed documents.
+        ValueError: one does not fit, or there are slopes with packed documents.
     """
     _check_sizes(q, k, v)
     found, heads = {}, 1 if q.ndim == 3 else q.shape[1]  # noqa: PLR2004 - [B, T, D]
@@ -59,32 +59,32 @@ def scored_by(
 
 
 def facts_of(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return what a problem knows of the tensors that scores are made with."""
+    """Return the fields of a ``Problem`` that describe ALiBi slopes, bias and sink."""
     named = dimensions(tensors.get("bias"))
     return {"alibi": "alibi_slopes" in tensors, "bias": named, "sink": "sink" in tensors}
 
 
 def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Check as much as other arguments need, which are checked first."""
+    """Check that q and k have the dimensions that the checks of other arguments rely on."""
     if not all(isinstance(x, torch.Tensor) and x.ndim in (3, 4) for x in (q, k)):
-        Problem.of(q, k, v)  # which says what is wrong
+        Problem.of(q, k, v)  # raises, and says what is wrong
 
 
 def unknown_rows(rows: bool) -> Literal["unknown"] | None:  # noqa: FBT001
-    """Return what a problem knows of a mask of rows."""
+    """Return ``Problem.documents``: "unknown" if there is a mask by rows, else None."""
     return "unknown" if rows else None
 
 
 def only_v_differs_in_width(*tensors: torch.Tensor) -> bool:
-    """Return whether q, k and v fit but for the width of v."""
+    """Return whether q, k and v fit except for the width of v."""
     if not all(isinstance(x, torch.Tensor) and not x.is_nested and x.ndim > 1 for x in tensors):
-        return False  # what is no tensor is left for the check that follows
+        return False  # not a tensor: left for the check that follows
     q, k, v = (x.shape for x in tensors)
     return q[-1] == k[-1] != v[-1] > 0 and k[:-1] == v[:-1]
 
 
 def of_one_width(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return views as wide as the widest, to be checked; no number of them counts."""
+    """Return views that are all as wide as the widest tensor, for checks that read no values."""
     width = max(x.shape[-1] for x in tensors)
     return [
         x if x.shape[-1] == width else x.narrow(-1, 0, 1).expand(*x.shape[:-1], width)
@@ -95,21 +95,21 @@ def of_one_width(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def widened(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tensors as wide as the widest, by columns of zeros, which change no score."""
+    """Pad the narrower tensors with columns of zeros, which change no score."""
     more = v.shape[-1] - k.shape[-1]
     return (pad(q, (0, more)), pad(k, (0, more)), v) if more > 0 else (q, k, pad(v, (0, -more)))
 
 
 def autocast_dtype(x: object) -> torch.dtype | None:
-    """Return the dtype to which autocast casts x, or None; as PyTorch, it leaves meta alone."""
+    """Return the dtype that autocast gives x, or None; as in PyTorch, meta tensors are not cast."""
     if not isinstance(x, torch.Tensor) or x.is_meta:
-        return None  # what is no tensor is left for the check that follows
-    kind = "cuda" if x.is_cuda else x.device.type  # of a GPU without its name, which is slow
+        return None  # not a tensor: left for the check that follows
+    kind = "cuda" if x.is_cuda else x.device.type  # on a GPU device.type is slow
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def cast(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast as autocast does; what is not a tensor is left for the check that follows."""
+    """Cast tensors as autocast does; anything else is left for the check that follows."""
     return tuple(
         x.to(dtype)
         if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64

@@ -10,12 +10,12 @@ from flashattn.plan.spec import Extras
 
 
 def rule_of(op: Any, *, q: int, tensors: int) -> Any:
-    """Return the vmap rule of ``op``: the mapped dimension of its tensors is folded into B.
+    """Return the vmap rule of ``op``, which folds the mapped dimension of its tensors into B.
 
     Args:
         op: the operator.
-        q: the place of q among its arguments.
-        tensors: how many it takes, extras last.
+        q: the index of q among its arguments.
+        tensors: the number of tensors that it takes, extras last.
     """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -23,7 +23,7 @@ def rule_of(op: Any, *, q: int, tensors: int) -> Any:
         bias, sink = args[tensors - 2 : tensors]
 
         def fold(x: torch.Tensor | None, dim: int | None, name: str) -> torch.Tensor | None:
-            # Gradients are those of each example.
+            # In the backward, bias and sink have a gradient for each example.
             learned = q > 0 and name in ("bias", "sink")
             if x is None or (name and dim is None and x.shape[0] == 1 and not learned):
                 return x  # one for all batches

@@ -1,11 +1,13 @@
-"""Bounds: which keys a query sees where no rule says it, as numbers of each row on the device.
+"""Bounds: a mask as one interval of keys for each query, stored on the device.
 
 Query t sees keys ``keys[t]``, a half-open interval, and key s is seen by queries ``queries[s]``:
-the same mask transposed. Neither end of an interval falls from one row to the next. So tiles, their
-masks and the order of the backward's additions follow as they do for a band (``mask``). The kernels
-read nothing else: a mask costs two numbers a row, and a CUDA graph may be replayed with others.
+the same mask transposed. Neither end of an interval decreases from one row to the next, so tiles,
+their masks and the order of additions in the backward are found as for a band (see ``mask``). The
+kernels read nothing else: a mask costs two numbers per row, and a CUDA graph may be replayed with
+other values.
 
-Packed documents are made by one launch from cumulative lengths, without a word to the host.
+The bounds of packed documents are computed from cumulative lengths by one launch, and the host does
+not wait.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ _LIBRARY.define(
 
 
 class Bounds(NamedTuple):
-    """The intervals of all rows; those of one batch serve every batch.
+    """The intervals of all rows; a batch dimension of 1 serves every batch.
 
     Args:
         keys: int32 [B or 1, T, 2], dense: the first key that a query sees, and one past the last.
-        queries: int32 [B or 1, S, 2], dense: likewise of the queries that see a key.
+        queries: int32 [B or 1, S, 2], dense: likewise for the queries that see a key.
     """
 
     keys: torch.Tensor
@@ -37,48 +39,48 @@ class Bounds(NamedTuple):
 
     @property
     def seen(self) -> torch.Tensor:
-        """Whether a query sees a key, bool [B or 1, T, S]."""
+        """Return whether a query sees a key, bool [B or 1, T, S]."""
         s = torch.arange(self.queries.shape[1], device=self.keys.device)
         return (s >= self.keys[..., :1]) & (s < self.keys[..., 1:])
 
     @property
     def unseen_keys(self) -> torch.Tensor:
-        """Whether no query sees a key, bool [B or 1, S]."""
+        """Return whether a key is seen by no query, bool [B or 1, S]."""
         return self.queries[..., 0] >= self.queries[..., 1]
 
     @property
     def fully_masked(self) -> torch.Tensor:
-        """Whether a query sees no key, bool [B or 1, T]."""
+        """Return whether a query sees no key, bool [B or 1, T]."""
         return self.keys[..., 0] >= self.keys[..., 1]
 
     def without_unseen(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tensors [B, heads, rows, D] with 0 where a key or a query may be NaN: unseen."""
+        """Zero the fully masked rows of q, k and v [B, heads, rows, D], which may be NaN."""
         unseen = self.unseen_keys[:, None, :, None]
         return self.without_fully_masked(q), k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
 
     def without_fully_masked(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [B, heads, T, D] with 0, and no gradient, where a query sees no key."""
+        """Return x [B, heads, T, D] with zeros, and no gradient, where a query sees no key."""
         return x.masked_fill(self.fully_masked[:, None, :, None], 0)
 
 
 class Intervals:
-    """Bounds as algorithms on the host ask for them; it has a ``Band``'s methods.
+    """Bounds for algorithms that run on the host, with the methods of a ``Band``.
 
     Args:
-        bounds: of all rows.
-        dims: further dimensions between the batch and the rows, of size 1.
+        bounds: the bounds of all rows.
+        dims: number of dimensions of size 1 to insert between the batch and the rows.
     """
 
     def __init__(self, bounds: Bounds, dims: int) -> None:
-        """Read the bounds, unless a compiler looks on: then every tile is visited."""
+        """Copy the bounds to the host, except under torch.compile, where every tile is visited."""
         self.seq_q, self.seq_kv = bounds.keys.shape[1], bounds.queries.shape[1]
         self._keys = bounds.keys.view(bounds.keys.shape[0], *[1] * dims, self.seq_q, 2)
         self._rows = None if torch.compiler.is_compiling() else [_extremes(x) for x in bounds]
 
     def over(self, seq_q: int, seq_kv: int) -> Intervals:
-        """Return itself, which was made for these."""
+        """Return self, which was made for these lengths."""
         del seq_q, seq_kv
         return self
 
@@ -104,7 +106,7 @@ class Intervals:
 
 
 def _extremes(x: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the least and the largest bounds of each row, of all batches."""
+    """Return the smallest and the largest bounds of each row over all batches."""
     if x.shape[0] == 1:
         rows = x[0].tolist()
         return rows, rows
@@ -112,21 +114,21 @@ def _extremes(x: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def of_rows(low: torch.Tensor, high: torch.Tensor, seq_kv: int) -> Bounds:
-    """Return the bounds where query t sees keys low ... high - 1.
+    """Return the bounds of the mask in which query t sees keys low[t] ... high[t] - 1.
 
-    An end that falls from one query to the next counts as the largest before it, and what lies
-    outside of 0 ... S as the nearest in it: checking would make the host wait for the device.
+    An end that decreases from one query to the next is replaced by the largest before it, and all
+    ends are clamped to 0 ... S. Checking instead would make the host wait for the device.
 
     Args:
         low: integers [B or 1, T].
-        high: likewise.
+        high: integers [B or 1, T].
         seq_kv: S.
     """
     low, high = (x.long().cummax(1).values.clamp(0, seq_kv) for x in (low, high))
     high = torch.maximum(low, high)
     s = torch.arange(seq_kv, device=low.device).expand(low.shape[0], -1).contiguous()
-    # Keys that no query sees are seen by none of the queries, not by all those before the end:
-    # then no tile of such queries is visited for them.
+    # Trailing keys that no query sees get an empty interval at ``live``, not at T. So their tile
+    # does not visit the queries after ``live``, which see nothing.
     live = (low < high[:, -1:]).sum(1, keepdim=True)
     first, end = (
         torch.minimum(torch.searchsorted(x.contiguous(), s, right=True), live) for x in (high, low)
@@ -137,14 +139,14 @@ def of_rows(low: torch.Tensor, high: torch.Tensor, seq_kv: int) -> Bounds:
 def of_documents(
     cu_q: torch.Tensor, cu_k: torch.Tensor, seq_q: int, seq_kv: int, mask: Mask
 ) -> Bounds:
-    """Return the bounds of packed documents, each with a mask of its own.
+    """Return the bounds of packed documents, with the mask applied within each.
 
     Args:
-        cu_q: integers [N + 1], where documents begin and end among the queries, cumulative.
-        cu_k: integers [N + 1], likewise among the keys.
-        seq_q: T; queries behind the last document see nothing.
+        cu_q: integers [N + 1], the cumulative numbers of queries of the documents.
+        cu_k: integers [N + 1], likewise of keys.
+        seq_q: T; queries after the last document see nothing.
         seq_kv: S.
-        mask: of each document, over its queries and its keys.
+        mask: applies within each document, to its queries and keys.
     """
     corner = mask.corner == "bottom_right"
     op = torch.ops.flashattn.document_bounds
@@ -162,7 +164,7 @@ def _interval(
 ) -> torch.Tensor:
     """Return the interval of each of ``size`` rows among the rows of the other side, [size, 2].
 
-    Rows that are in no document have an empty one, where a document would begin.
+    A row that is in no document has an empty interval, where the next document would begin.
     """
     x = torch.arange(size, device=own.device)
     last = len(own) - 1

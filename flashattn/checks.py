@@ -1,21 +1,21 @@
-"""Checks of single arguments, whose errors name what was wanted and what came."""
+"""Checks of single arguments; errors name what was wanted and what was given."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
 
-TINY_SCALE = 2.0**-64  # lse / scale may overflow with smaller ones: not everyone takes them
+TINY_SCALE = 2.0**-64  # below it lse / scale may overflow, and some implementations refuse it
 
 
 def check_among(name: str, value: object, wanted: Collection[object]) -> None:
-    """Check that an argument has one of few values.
+    """Check that an argument has one of the wanted values.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
+        ValueError: it has another; the message names the argument, what was wanted and given.
     """
     try:
-        known = value in frozenset(wanted)  # by hash: a tensor has no truth
+        known = value in frozenset(wanted)  # by hash: a tensor has no truth value
     except TypeError:
         known = False
     if not known:

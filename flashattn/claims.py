@@ -1,4 +1,4 @@
-"""What an implementation claims to answer, in flags; what it does not is a sentence."""
+"""What an implementation claims to support, as flags, and a reason for each missing claim."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashattn.checks import TINY_SCALE
 from flashattn.mask import UNBOUNDED
 from flashattn.problem import Problem
 
-# What many implementations claim at once: every mask, and what scores are made with.
+# Claims that many implementations share: every mask, softcap, ALiBi and bias.
 MASKS_AND_SCORES: dict[str, Any] = dict.fromkeys(
     ("windows", "intervals", "softcap", "alibi", "bias"), True
 )
@@ -20,32 +20,32 @@ MASKS_AND_SCORES: dict[str, Any] = dict.fromkeys(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Claims:
-    """The contract, clause by clause; by default all but lse, masks of ``windows`` on, and scores.
+    """What an implementation supports, one flag for each feature.
 
     Args:
         lse: it returns (o, lse), both differentiable.
         grad: it is differentiable.
-        strict: it takes unusual values, strides and scales, too.
+        strict: it also takes unusual values, strides and scales.
         bottom_right: it aligns causal masks at the bottom right.
         windows: it takes ``window=(left, right)``, as ``attention`` does.
-        intervals: it takes ``bounds=``, a ``bounds.Bounds``, which is then all of the mask: packed
-            documents, padding, prefixes, any mask of one run of keys for each query.
+        intervals: it takes ``bounds=``, a ``bounds.Bounds``, which is then the whole mask: packed
+            documents, padding, prefixes, any mask with one run of keys for each query.
         softcap: it takes ``softcap=``, as ``attention`` does.
         alibi: it takes ``alibi_slopes=``, fp32 [B or 1, H], dense.
-        bias: it takes ``bias=``, of q's dtype or fp32: [B or 1, H or 1, T or 1, S or 1], or,
+        bias: it takes ``bias=``, in q's dtype or fp32: [B or 1, H or 1, T or 1, S or 1], or, if
             relative, [B or 1, H or 1, T + S - 1] (see ``score``); differentiable.
-        sink: it takes ``sink=``, fp32 [B or 1, H], differentiable; to the results of others that
-            return lse it is applied behind them.
-        any_scale: it takes scales that are not positive, or below 2^-64.
-        narrow_values: it takes v with fewer columns than k; ``attention`` pads it for others.
+        sink: it takes ``sink=``, fp32 [B or 1, H], differentiable. If not, but it returns lse, a
+            sink is applied to its o and lse.
+        any_scale: it takes scales that are zero, negative or below 2^-64.
+        narrow_values: it takes v with fewer columns than k; for others ``attention`` pads v.
         grouped: it takes fewer key/value heads than query heads.
-        empty: it takes problems without batch, heads, queries or keys.
+        empty: it takes problems with no batch, heads, queries or keys.
         fully_masked_rows: a query that sees no key gets o = 0 and passes no gradient.
-        repeats: the same inputs give the same bits every time; else the same within the budgets.
-        denormals: on a CPU, fp32 below 2^-126 counts as any other; on a GPU nobody is held to that.
-        dtypes: names of those it takes; None is all.
-        head_dims: those it takes, as ``(64, 128)`` or ``range(8, 257, 8)``; None is all.
-        devices: types of those it runs on, as ``("cuda",)``; None is all.
+        repeats: the same inputs give the same bits every time, and not only within the budgets.
+        denormals: on a CPU, fp32 below 2^-126 is not flushed to 0; on a GPU it may always be.
+        dtypes: names of the dtypes that it takes; None means all.
+        head_dims: values of D, such as ``(64, 128)`` or ``range(8, 257, 8)``; None means all.
+        devices: types of devices that it runs on, such as ``("cuda",)``; None means all.
     """
 
     lse: bool = False
@@ -70,7 +70,7 @@ class Claims:
     devices: Collection[str] | None = None
 
     def unclaimed(self, problem: Problem, device: torch.device) -> str | None:
-        """Return the first clause that ``problem`` needs and that is not claimed, or None."""
+        """Return which feature that ``problem`` needs is not claimed, in words, or None."""
         reasons = {
             "claims no bottom-right mask": problem.causal == "bottom_right"
             and not self.bottom_right,
@@ -97,13 +97,13 @@ class Claims:
         return found[0] if found else None
 
     def takes_scale(self, scale: float | None) -> bool:
-        """Return whether it takes a scale; None is D ** -0.5."""
+        """Return whether it takes a scale; None means D ** -0.5."""
         return self.any_scale or scale is None or scale >= TINY_SCALE
 
     def fit(self, problem: Problem) -> Problem:
-        """Return the problem, or one near it whose shape, mask and dtype are claimed.
+        """Return the problem, or a similar one whose shape, mask and dtype are claimed.
 
-        Tests whose point is another use it, so that a kernel of few shapes is still tested.
+        Tests of other properties use it, so that a kernel with few shapes is tested, too.
         """
         claimed = {
             "causal": self.bottom_right or problem.causal != "bottom_right" or "top_left",

@@ -45,13 +45,13 @@ class Costs:
             softmax in fp32 and casts it; equal to "naive" in fp32. "flash": q, k, v, o and the fp32
             logsumexp.
         documents: lengths of the documents packed into each sequence, which attend to themselves
-            only; None is one of length T. Bytes of their masks are not included.
+            only; None means one of length T. Bytes of their masks are not included.
         checkpoint: whether the model recomputes its blocks.
         device: on "cuda" RMSNorm is one kernel; elsewhere it also saves the normalized x.
 
     Raises:
-        ValueError: batch or context is below 1, documents have another sum than T, or precision,
-            attention or a step is unknown.
+        ValueError: batch or context is below 1, documents do not sum to T, or precision, attention
+            or a step is unknown.
     """
 
     config: Config
@@ -91,8 +91,8 @@ class Costs:
         """Return the model FLOPs of a step, the numerator of model FLOPs utilization (MFU).
 
         2 FLOPs per token and matrix weight, and 4 D per head and causal pair (t >= s) of the same
-        document. Backward has twice the FLOPs of forward. What a checkpointed block recomputes does
-        not count; ``executed`` has it.
+        document. Backward has twice the FLOPs of forward. Recomputation in checkpointed blocks does
+        not count here; ``executed`` includes it.
         """
         forwards, backwards = _passes(step)
         matrices = self._block_products + self._head_products

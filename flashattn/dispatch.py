@@ -1,11 +1,11 @@
-"""Whether PyTorch's dispatcher has anything to do, or may be bypassed."""
+"""Decide whether a call may bypass PyTorch's dispatcher."""
 
 from __future__ import annotations
 
 import torch
 from torch.autograd import forward_ad
 
-# There is no public way to ask, or none that is quick.
+# There is no public way to ask, or only a slow one.
 _modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 _function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
 _transform = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
@@ -18,9 +18,9 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 def dispatch_is_trivial(*tensors: torch.Tensor | None) -> bool:
     """Return whether dispatching an operator on these tensors would just call its kernel.
 
-    The compiler, modes, function transforms, forward-mode derivatives, autocast and tensor
-    subclasses must see an operator.
-    Without any of them the dispatcher costs the host as much as a launch, and may be bypassed.
+    torch.compile, modes, function transforms, forward-mode derivatives, autocast and tensor
+    subclasses must see an operator. Without any of them the dispatcher may be bypassed, which saves
+    the host as much time as a launch takes.
     """
     if torch.compiler.is_compiling():
         return False
@@ -36,14 +36,14 @@ def dispatch_is_trivial(*tensors: torch.Tensor | None) -> bool:
 
 
 def has_tangents(*tensors: torch.Tensor) -> bool:
-    """Return whether a forward-mode derivative is wanted along any of these tensors."""
+    """Return whether any of these tensors carries a forward-mode tangent."""
     return forward_ad._current_level >= 0 and any(  # noqa: SLF001
         forward_ad.unpack_dual(x).tangent is not None for x in tensors
     )
 
 
 def no_forward_mode(name: str, error: NotImplementedError | None = None) -> NotImplementedError:
-    """Return what says so of an implementation, or the error that has nothing to do with it."""
+    """Return the error that ``name`` has none, or ``error`` if no forward-mode level is active."""
     if error is not None and forward_ad._current_level < 0:  # noqa: SLF001
         return error
     return NotImplementedError(f'{name} has no forward-mode derivative; impl="reference" has')

@@ -45,34 +45,34 @@ def explain(
     deterministic: bool = True,
     gpu: str | Gpu | None = None,
 ) -> Plan:
-    """Return how ``attention`` computes this on a GPU, and why; printed it is a page of text.
+    """Return the plan by which ``attention`` computes this on a GPU; print it to read the reasons.
 
-    Nothing is computed, so the tensors may be on the device "meta", and the GPU need not be there.
-    That is the plan of the Triton kernels: kernel, tile, splits, scheduler and workspaces of both
-    passes. The gradient of o is taken to lie as o does.
+    Nothing is computed, so the tensors may be on the device "meta", and the GPU may be absent. The
+    plan is that of the Triton kernels: kernel, tile, splits, scheduler and workspaces of both
+    passes. It assumes that the gradient of o has the layout of o.
 
     Args:
         q: as in ``attention``.
-        k: likewise.
-        v: likewise.
-        causal: likewise.
-        window: likewise.
-        documents: likewise; all that is asked is whether there are some.
-        mask: likewise.
-        softcap: likewise.
-        alibi_slopes: likewise; all that is asked is whether there are some.
-        bias: likewise; its gradient is wanted.
-        sink: likewise.
-        scale: likewise.
-        impl: "triton", "hopper", or "auto", for each pass the faster one. Where Hopper has no
-            backward, the kernel of that plan is "none", and its ``why`` says so.
-        precision: likewise.
-        deterministic: likewise.
-        gpu: "A100", "H100", "H200", "B200" or "interpreter", or a ``plan.gpu.Gpu``; None is that of
-            the tensors, the interpreter on a CPU.
+        k: as in ``attention``.
+        v: as in ``attention``.
+        causal: as in ``attention``.
+        window: as in ``attention``.
+        documents: as in ``attention``; only whether they are given matters.
+        mask: as in ``attention``.
+        softcap: as in ``attention``.
+        alibi_slopes: as in ``attention``; only whether they are given matters.
+        bias: as in ``attention``; the plan includes its gradient.
+        sink: as in ``attention``.
+        scale: as in ``attention``.
+        impl: "triton", "hopper", or "auto", the faster one for each pass. If "hopper" has no
+            backward for the problem, the kernel of that pass is "none", and its ``why`` says so.
+        precision: as in ``attention``.
+        deterministic: as in ``attention``.
+        gpu: "A100", "H100", "H200", "B200" or "interpreter", or a ``plan.gpu.Gpu``; None means the
+            GPU of the tensors, or the interpreter on a CPU.
 
     Raises:
-        ValueError: an argument that does not fit, or a problem that these kernels cannot solve.
+        ValueError: an argument does not fit, or these kernels cannot solve the problem.
     """
     alike, device = [q, k, v], q.device
     if only_v_differs_in_width(q, k, v):

@@ -1,4 +1,4 @@
-"""Which GPU a tensor is on, as plans want to know it, and which of our kernels run there."""
+"""Describe the GPU of a device for plans, and say which of our kernels run there."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _KNOWN: dict[torch.device, Gpu] = {}  # functools.cache would make torch.compile
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """Return the GPU of a device; a CPU, which interprets kernels, has one of its own.
+    """Return the GPU of a device; for a CPU, one that stands for Triton's interpreter.
 
-    Where CUDA is not available tensors are fake, and it is an A100.
+    Without CUDA, tensors on other devices are fake, and the GPU is taken to be an A100.
     """
     if device not in _KNOWN:
         _KNOWN[device] = _look(device)
@@ -42,9 +42,9 @@ def _look(device: torch.device) -> Gpu:
 
 
 def why_not_interpreted(triton: str, numpy: str) -> str | None:
-    """Return why the interpreter of this version of Triton fails with that of numpy, or None.
+    """Return why the interpreter of this Triton version fails with this numpy version, or None.
 
-    Triton 3.6's takes arrays of one element for numbers, which numpy 2.4 no longer does.
+    The interpreter of Triton 3.6 converts one-element arrays to numbers; numpy 2.4 refuses that.
     """
     older, newer = (tuple(map(int, text.split(".")[:2])) for text in (triton, numpy))
     if older > (3, 6) or newer < (2, 4):
@@ -76,5 +76,5 @@ def why_not_hopper(problem: Problem, device: torch.device, *, backward: bool = F
 
 
 def fastest_family(problem: Problem, device: torch.device) -> Family | None:
-    """Return which kernels are the fastest for ``problem``, or None where none can solve it."""
+    """Return the family of the fastest kernels for ``problem``, or None if none can solve it."""
     return "auto" if why_not(problem, device) is None else None

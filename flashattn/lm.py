@@ -1,4 +1,4 @@
-"""The transformer of the studies: RMSNorm, RoPE, SwiGLU; attention is an argument.
+"""The transformer used in the studies: RMSNorm, RoPE, SwiGLU; attention is an argument.
 
 Shapes: ``B`` batch, ``T`` context, ``C`` width, ``F`` hidden size of the MLP, ``V`` vocabulary,
 ``H`` heads, ``D = C / H``.
@@ -150,8 +150,8 @@ class RoPE(nn.Module):
         """Rotate x [B, T, ..., D] in fp32; the result has the dtype of x.
 
         Args:
-            x: rows at positions 0 ... T - 1, or at others.
-            positions: [T], these others.
+            x: rows at positions 0 ... T - 1, unless ``positions`` is given.
+            positions: [T], the positions of the rows.
         """
         rows = (x.shape[1], *[1] * (x.ndim - 3), x.shape[-1] // 2)
         at = slice(x.shape[1]) if positions is None else positions
@@ -239,8 +239,8 @@ class TransformerLM(nn.Module):
 
         Args:
             tokens: [B, T], integers below V.
-            positions: [T], each below ``config.longest``, where these tokens stand if they are
-                some of a longer sequence, whose others ``attention`` sees elsewhere.
+            positions: [T], each below ``config.longest``: the positions of these tokens, if they
+                are part of a longer sequence, whose other tokens ``attention`` gets elsewhere.
 
         Returns:
             Logits [B, T, V].

@@ -1,14 +1,14 @@
-"""Masks: which keys a query sees, as two bounds that never fall from one query to the next.
+"""Masks: which keys a query sees, as two bounds that never decrease from one query to the next.
 
-A ``Mask`` is what is asked for, whatever the lengths. Laid over T queries and S keys it is a
-``Band``: whether query t sees key s, which keys a query sees, which tiles an algorithm visits and
-which of these need no mask, how many pairs are visible. Algorithms ask for nothing else, so other
-masks (documents, prefixes, padding) can be other classes with the same methods.
+A ``Mask`` does not depend on the lengths. Applied to T queries and S keys it becomes a ``Band``,
+which answers: does query t see key s, which keys does a query see, which tiles does an algorithm
+visit, which of these need no mask, how many pairs are visible? Algorithms ask for nothing else, so
+other masks (documents, prefixes, padding) can be other classes with the same methods.
 
 ``left`` and ``right`` count the keys before and after a query's own position, both inclusive, as
-flash-attn's ``window_size`` does; a causal mask has ``right = 0``. Query 0 stands at key 0
-("top_left", as PyTorch's ``is_causal``), or the last query at the last key ("bottom_right", as in
-flash-attn since 2.1). The corners differ only where T != S.
+flash-attn's ``window_size`` does; a causal mask has ``right = 0``. Query 0 is aligned with key 0
+("top_left", as in PyTorch's ``is_causal``), or the last query with the last key ("bottom_right", as
+in flash-attn since 2.1). The corners differ only if T != S.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ CORNERS: dict[object, Corner | None] = {
     "top_left": "top_left",
     "bottom_right": "bottom_right",
 }
-ALL = "all"  # a bound that is none, in a name
+ALL = "all"  # stands for no bound in a name
 
 
 class BlockRange(NamedTuple):
-    """A run of tiles by their numbers: first to end - 1 are visited; full to full_end - 1 whole.
+    """A range of tiles by index: tiles first ... end - 1 are visited.
 
-    Of a whole tile every pair is visible, so that it needs no mask. Always
+    In tiles full ... full_end - 1 every pair is visible, so they need no mask. Always
     first <= full <= full_end <= end.
     """
 
@@ -53,12 +53,12 @@ class Mask:
     """A query sees keys from ``left`` before its own position to ``right`` after it.
 
     Args:
-        left: at least 0; None is no bound.
+        left: at least 0; None means no bound.
         right: likewise; 0 is causal.
-        corner: where positions coincide; "top_left" where nothing is masked.
+        corner: where queries and keys are aligned; "top_left" if nothing is masked.
 
     Raises:
-        ValueError: a bound is neither None nor an int from 0 on.
+        ValueError: a bound is neither None nor a nonnegative int.
     """
 
     left: int | None = None
@@ -66,7 +66,7 @@ class Mask:
     corner: Corner = "top_left"
 
     def __post_init__(self) -> None:
-        """Check; give equal masks one form."""
+        """Check the bounds, and normalize the corner so that equal masks compare equal."""
         for bound in (self.left, self.right):
             integer = isinstance(bound, int) and not isinstance(bound, bool)
             if bound is not None and not (integer and bound >= 0):
@@ -80,10 +80,10 @@ class Mask:
 
         Args:
             causal: False, "top_left" (or True) or "bottom_right"; a causal mask's ``right`` is 0.
-            window: (left, right); without ``causal`` positions are top-left.
+            window: (left, right); without ``causal``, positions are aligned at the top left.
 
         Raises:
-            ValueError: names the argument, what was wanted and what came.
+            ValueError: an argument does not fit; the message names it, what was wanted and given.
         """
         try:
             corner = CORNERS[causal]
@@ -101,10 +101,10 @@ class Mask:
 
     @classmethod
     def parse(cls, name: str) -> Mask:
-        """Return the mask that ``str`` names so.
+        """Return the mask with this name, the inverse of ``str``.
 
         Raises:
-            ValueError: it is no such name.
+            ValueError: ``name`` is not the name of a mask.
         """
         bound = rf"(\d+|{ALL})"
         found = re.fullmatch(rf"full|causal(_br)?|window{bound}\+{bound}(_br)?", name)
@@ -132,26 +132,26 @@ class Mask:
 
     @property
     def window(self) -> Window:
-        """The bounds (left, right) that ``causal`` does not say."""
+        """The bounds (left, right) that ``causal`` does not imply."""
         return self.left, None if self.right == 0 else self.right
 
     def over(self, seq_q: int, seq_kv: int) -> Band:
-        """Lay the mask over T queries and S keys; a bound that hides nothing is none."""
+        """Apply the mask to T queries and S keys; a bound that hides nothing becomes None."""
         shift = seq_kv - seq_q if self.corner == "bottom_right" else 0
         left = None if self.left is None else self.left - shift
         right = None if self.right is None else self.right + shift
-        left = None if left is not None and left >= seq_q - 1 else left  # what hides nothing
+        left = None if left is not None and left >= seq_q - 1 else left  # it hides nothing
         right = None if right is not None and right >= seq_kv else right
         return Band(seq_q, seq_kv, left, right)
 
 
 class Band(NamedTuple):
-    """Query t of T sees those of S keys from ``t - left`` to ``t + right``.
+    """A mask over T queries and S keys: query t sees keys ``t - left`` ... ``t + right``.
 
     Args:
         seq_q: T.
         seq_kv: S.
-        left: None is no bound; may be negative, as ``right``, but never below ``-right``.
+        left: None means no bound; may be negative, like ``right``, but never below ``-right``.
         right: likewise.
     """
 
@@ -161,7 +161,7 @@ class Band(NamedTuple):
     right: int | None = None
 
     def sees(self, t: Any, s: Any) -> Any:
-        """Return whether query t sees key s: the definition, of ints or of tensors."""
+        """Return whether query t sees key s, the definition of the mask, for ints or tensors."""
         seen = s < self.seq_kv
         if self.left is not None:
             seen = seen & (s >= t - self.left)
@@ -170,14 +170,14 @@ class Band(NamedTuple):
         return seen
 
     def keys_of(self, t: Index) -> tuple[Index | int, Index | int]:
-        """Return (low, high): query t sees keys low ... high - 1. Neither falls as t grows."""
+        """Return (low, high): query t sees keys low ... high - 1. Neither decreases as t grows."""
         low = 0 if self.left is None else _clamp(t - self.left, self.seq_kv)
         high = self.seq_kv if self.right is None else _clamp(t + self.right + 1, self.seq_kv)
         return low, high
 
     @property
     def seen_keys(self) -> slice:
-        """The keys from the first to the last that any query sees; all where nobody asks."""
+        """The keys from the first to the last that any query sees; all keys if T = 0."""
         if self.seq_q == 0:
             return slice(0, self.seq_kv)
         low = 0 if self.left is None else _clamp(-self.left, self.seq_kv)
@@ -199,10 +199,11 @@ class Band(NamedTuple):
         return tiles_between(self.queries_of(start), self.queries_of(stop - 1), block, self.seq_q)
 
     def behind(self, prefix: int) -> list[Band]:
-        """Return the bands of a prefix-LM: of the queries in the prefix, and of those behind it.
+        """Return the bands of a prefix-LM: for the queries in the prefix, and for those after it.
 
         Args:
-            prefix: the keys that every query may see; of others, those up to its own position.
+            prefix: the number of keys that every query may see; after these it sees the keys up to
+                its own position.
         """
         t = min(prefix, self.seq_q)
         left = None if self.left is None else self.left - t
@@ -211,7 +212,7 @@ class Band(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Visible pairs of a query and a key, exactly."""
+        """The exact number of visible pairs of a query and a key."""
         high = self.seq_q * self.seq_kv if self.right is None else self._ramp(self.right + 1)
         return high - (0 if self.left is None else self._ramp(-self.left))
 
@@ -224,7 +225,7 @@ class Band(NamedTuple):
 
     @property
     def fully_masked_rows(self) -> int:
-        """Queries that see no key."""
+        """The number of queries that see no key."""
         if self.seq_kv == 0:
             return self.seq_q
         before = 0 if self.right is None else min(max(0, -self.right), self.seq_q)
@@ -245,7 +246,7 @@ def _clamp(x: Index, most: int) -> Index:
 
 
 def tiles_between(first: Sequence[int], last: Sequence[int], block: int, size: int) -> BlockRange:
-    """Return the tiles between the bounds of the first row and those of the last."""
+    """Return the tiles that rows visit, given the bounds of the first row and of the last."""
     (low, high), (last_low, last_high) = first, last
     start = low // block
     if last_high <= low:

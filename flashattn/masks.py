@@ -1,7 +1,8 @@
-"""Masks that a window cannot say: padding, prefixes, chunks, rows, any predicate.
+"""Masks that a window cannot express: padding, prefixes, chunks, rows, predicates.
 
-``attention(mask=...)`` takes a ``RowMask``. Each query sees one run of keys, of which neither end
-falls from one query to the next; ``&`` lets it see what both sides let it see.
+``attention(mask=...)`` takes a ``RowMask``. Each query sees one contiguous run of keys, and neither
+end of the run decreases from one query to the next. Under ``a & b`` a query sees the keys that it
+sees under both.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 Predicate = Callable[..., torch.Tensor]
 
 INTEGERS = (torch.int32, torch.int64)
-EVALUATED = 1 << 24  # elements of a predicate that are evaluated at a time
+EVALUATED = 1 << 24  # query-key pairs for which a predicate is evaluated at a time
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """For what a mask makes its rows.
+    """The sizes for which a mask computes its rows.
 
     Args:
         batch: B.
         seq_q: T.
         seq_kv: S.
-        device: of q.
+        device: the device of q.
     """
 
     batch: int
@@ -41,33 +42,33 @@ class Sizes:
 
     @property
     def queries(self) -> torch.Tensor:
-        """The numbers of all queries, [1, T]."""
+        """The indices of all queries, [1, T]."""
         return torch.arange(self.seq_q, device=self.device)[None]
 
 
 class RowMask(ABC):
-    """Which keys each query sees: one run of them."""
+    """A mask under which each query sees one contiguous run of keys."""
 
     @abstractmethod
     def rows(self, sizes: Sizes) -> Rows:
         """Return (low, high), integers [B or 1, T]: query t sees keys low ... high - 1.
 
         Raises:
-            ValueError: the mask was not made for such sizes.
+            ValueError: the mask was made for other sizes.
         """
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What the rows are made from: bounds are made anew when one of them has changed."""
+        """The tensors that the rows are computed from; if one changes, bounds are recomputed."""
         return ()
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it lets a query see keys after its own position by intent."""
+        """Return whether it shows a query keys after its own position by design."""
         return False
 
     def __and__(self, other: RowMask) -> RowMask:
-        """Return the mask of what both let a query see."""
+        """Return the mask under which a query sees the keys that both masks show."""
         return _Both(self, other)
 
 
@@ -89,7 +90,7 @@ class _Both(RowMask):
 
 
 def meet(one: Rows, other: Rows) -> Rows:
-    """Return the keys that both let a query see."""
+    """Return the keys that a query sees under both masks."""
     return torch.maximum(one[0], other[0]), torch.minimum(one[1], other[1])
 
 
@@ -111,14 +112,14 @@ class _Padding(RowMask):
 
 
 def padding(lengths: torch.Tensor, *, side: str = "right") -> RowMask:
-    """Hide what pads a batch of sequences, which may be NaN.
+    """Hide the padding of a batch of sequences; padded keys and values may be NaN.
 
     Args:
-        lengths: integers [B], the keys of each sequence that are there.
-        side: "right" or "left", where the padding is.
+        lengths: integers [B], the number of keys of each sequence without its padding.
+        side: "right" or "left", the side of the padding.
 
     Raises:
-        ValueError: no such lengths, or no such side.
+        ValueError: ``lengths`` or ``side`` does not fit.
     """
     if side not in ("right", "left"):
         raise ValueError(f"side: wanted right or left, got {side!r}")
@@ -144,13 +145,13 @@ class _Prefix(RowMask):
 
 
 def prefix(lengths: torch.Tensor) -> RowMask:
-    """Let every query see a prefix, and behind it the keys up to its own position (prefix-LM).
+    """Let every query see a prefix, and after it the keys up to its own position (prefix-LM).
 
     Args:
-        lengths: integers [B], the keys of each prefix.
+        lengths: integers [B], the number of keys in each prefix.
 
     Raises:
-        ValueError: no such lengths.
+        ValueError: ``lengths`` does not fit.
     """
     return _Prefix(integers("lengths", lengths, 1))
 
@@ -168,7 +169,7 @@ def chunked(length: int) -> RowMask:
     """Let a query see the keys of its own chunk of ``length`` positions (Llama 4).
 
     Raises:
-        ValueError: ``length`` is no positive int.
+        ValueError: ``length`` is not a positive int.
     """
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise ValueError(f"length: wanted a positive int, got {length!r}")
@@ -192,17 +193,17 @@ class _Rows(RowMask):
 
 
 def rows(low: torch.Tensor, high: torch.Tensor) -> RowMask:
-    """Let query t see keys low[t] ... high[t] - 1; where high is not above low it sees none.
+    """Let query t see keys low[t] ... high[t] - 1, or none if high[t] <= low[t].
 
-    Neither may fall from one query to the next. On a CPU that is checked. On a GPU the check would
-    make the host wait; there an end that falls counts as the largest before it.
+    Neither may decrease from one query to the next. This is checked on a CPU. On a GPU the check
+    would make the host wait; there, an end that decreases is replaced by the largest before it.
 
     Args:
         low: integers [T] or [B, T].
-        high: likewise.
+        high: integers of the same shape.
 
     Raises:
-        ValueError: no such tensors; or an end falls.
+        ValueError: ``low`` or ``high`` does not fit, or decreases.
     """
     found = [integers(name, x, 1, 2) for name, x in {"low": low, "high": high}.items()]
     if low.shape != high.shape:
@@ -215,20 +216,20 @@ def rows(low: torch.Tensor, high: torch.Tensor) -> RowMask:
 
 @dataclass(frozen=True, eq=False)
 class OfBounds(RowMask):
-    """Bounds that are made already."""
+    """A mask whose bounds are computed already."""
 
     bounds: Bounds
 
     def rows(self, sizes: Sizes) -> Rows:
-        """Return those of the queries."""
+        """Return the bounds of the queries."""
         low, high = self.checked(sizes).keys.unbind(-1)
         return low, high
 
     def checked(self, sizes: Sizes) -> Bounds:
-        """Return them.
+        """Return the bounds.
 
         Raises:
-            ValueError: they were made for other sizes.
+            ValueError: the bounds were made for other sizes.
         """
         keys, queries = self.bounds
         wanted, got = (sizes.seq_q, sizes.seq_kv), (keys.shape[1], queries.shape[1])
@@ -242,17 +243,17 @@ class OfBounds(RowMask):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The numbers of the queries and of the keys."""
+        """The bounds of the queries and of the keys."""
         return tuple(self.bounds)
 
 
 def of_bounds(bounds: Bounds) -> RowMask:
-    """Return the mask of bounds that are made already: a call that asks for no more takes them."""
+    """Return a mask of ready-made bounds; a call with no other mask uses them as they are."""
     return OfBounds(bounds)
 
 
 class _Head:
-    """Stands for the head when a predicate is evaluated, and must not be looked at."""
+    """The head that a predicate is given when it is evaluated; using it is an error."""
 
     def _refuse(self, *_: object) -> Any:
         raise ValueError("mask: one for all heads, but the predicate asks which head it is")
@@ -297,15 +298,17 @@ class _OfTensor(RowMask):
 
 
 def of(seen: torch.Tensor | Predicate) -> RowMask:
-    """Find the run of keys that each query sees by evaluating a mask once, which the host awaits.
+    """Make a mask of a tensor or a predicate by evaluating it once, for which the host waits.
+
+    Each query must see one contiguous run of keys.
 
     Args:
-        seen: a bool tensor [T, S], [B, T, S] or [B, 1, T, S]; a predicate as FlexAttention's
-            ``mask_mod``, of (b, h, t, s), that does not look at h; or a ``BlockMask``.
+        seen: a bool tensor [T, S], [B, T, S] or [B, 1, T, S]; a predicate of (b, h, t, s), like
+            FlexAttention's ``mask_mod``, that does not use h; or a ``BlockMask``.
 
     Raises:
-        ValueError: no such tensor. When ``attention`` asks: some query sees keys that are not next
-            to one another, or begins or ends before the query before it.
+        ValueError: ``seen`` is none of these. In ``attention``: the keys of a query are not
+            contiguous, or begin or end before those of the query before it.
     """
     if isinstance(seen, torch.Tensor):
         shape = seen.shape
@@ -321,7 +324,7 @@ def of(seen: torch.Tensor | Predicate) -> RowMask:
 
 
 def runs_of(seen: torch.Tensor, first: int) -> Rows:
-    """Return the run of keys [B, T] that each query sees, (S, 0) of those that see none."""
+    """Return the run of keys [B, T] that each query sees, (S, 0) if it sees none."""
     s = torch.arange(seen.shape[-1], device=seen.device)
     low = s.where(seen, seen.shape[-1]).amin(-1) if len(s) else seen.sum(-1)
     high = (s + 1).where(seen, 0).amax(-1) if len(s) else seen.sum(-1)
@@ -336,10 +339,10 @@ def runs_of(seen: torch.Tensor, first: int) -> Rows:
 
 
 def monotone(low: torch.Tensor, high: torch.Tensor) -> Rows:
-    """Return runs of which no end falls, those of queries that see nothing placed between others.
+    """Return the runs with empty ones moved so that no end decreases from one query to the next.
 
     Raises:
-        ValueError: there is no such place, or an end falls.
+        ValueError: an end decreases, or there is no such place for an empty run.
     """
     live, most = low < high, high.cummax(1).values  # high is 0 where nothing is seen
     low = torch.where(live, low, most)
@@ -352,10 +355,10 @@ def monotone(low: torch.Tensor, high: torch.Tensor) -> Rows:
 
 
 def integers(name: str, x: object, *dims: int) -> torch.Tensor:
-    """Return x.
+    """Check that x is an integer tensor with one of these numbers of dimensions, and return it.
 
     Raises:
-        ValueError: it is no tensor of integers that has one of these numbers of dimensions.
+        ValueError: x is not such a tensor.
     """
     if not isinstance(x, torch.Tensor) or x.dtype not in INTEGERS or x.ndim not in dims:
         wanted = " or ".join(f"{n}-dimensional" for n in dims)
@@ -375,5 +378,5 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def readable(x: torch.Tensor) -> bool:
-    """Whether the host can look at values without waiting for a device or a compiler."""
+    """Return whether the host can read values without waiting for a device or breaking a trace."""
     return x.device.type == "cpu" and dispatch_is_trivial(x)

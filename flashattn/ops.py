@@ -1,7 +1,7 @@
-"""How PyTorch sees the Triton kernels: operators with fakes, autograd and vmap.
+"""The Triton kernels as PyTorch operators, with fake kernels, autograd and vmap.
 
 ``torch.ops.flashattn.forward`` and ``.backward`` are opaque to ``torch.compile``, which keeps them
-whole. Triton is imported, and a kernel compiled, when it is first called.
+whole. Triton is imported, and a kernel compiled, at its first call.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import Extras, Family, Options, Signature, first_columns, given_extras
 from flashattn.problem import ALIGNMENT
 
-MOST_BACKWARDS = 16  # of a forward, by where gradients and saved tensors lie
+MOST_BACKWARDS = 16  # cached for each forward, by layout of gradients and saved tensors
 EXTRAS = len(Extras._fields)
-FORWARD, BACKWARD = 3 + EXTRAS, 7 + EXTRAS  # tensors that an operator takes
-BIAS = 4 + Extras._fields.index("bias")  # its place among the arguments of an autograd function
+FORWARD, BACKWARD = 3 + EXTRAS, 7 + EXTRAS  # number of tensors that an operator takes
+BIAS = 4 + Extras._fields.index("bias")  # its index among the arguments of an autograd function
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-AttentionCall = Callable[..., Outputs]  # of q, k and v, and of tensors besides by name
-Gradients = tuple[torch.Tensor, ...]  # of q, k and v; then of a bias and of sinks, if asked for
+AttentionCall = Callable[..., Outputs]  # takes q, k and v, and other tensors by name
+Gradients = tuple[torch.Tensor, ...]  # of q, k and v; then of a bias and of a sink, if asked for
 Differentiate = Callable[..., Gradients]
 
 
 @cache
 def execute() -> ModuleType:
-    """Return the module that launches; it imports Triton."""
+    """Return the module that launches kernels; it imports Triton."""
     from flashattn.kernels import execute  # noqa: PLC0415
 
     return execute
 
 
-# Not ``torch.library.custom_op``: the Python that it puts around each call costs the host more than
-# the launch. What it would add, these operators have below: fakes, autograd and vmap.
+# Not ``torch.library.custom_op``: its Python wrapper costs the host more per call than the launch.
+# Fake kernels, autograd and vmap, which it would add, are registered below.
 _LIBRARY = torch.library.Library("flashattn", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _EXTRAS = ", ".join(f"Tensor? {name}" for name in Extras._fields)
@@ -97,7 +97,7 @@ def _all_others(
     *,
     bias_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dbias and dsink as an operator does: without elements if not asked for."""
+    """Return dbias and dsink as an operator does: empty if not asked for."""
     rest, wanted = list(given), (bias is not None and bias_grad, sink is not None)
     dbias, dsink = (
         rest.pop(0) if there else q.new_empty(0, dtype=torch.float32) for there in wanted
@@ -106,7 +106,7 @@ def _all_others(
 
 
 def _asked(gradients: Gradients, extras: Extras, *, bias_grad: bool) -> Gradients:
-    """Return the gradients that are asked for, of those that an operator returns."""
+    """Drop the gradients that are not asked for from those that an operator returns."""
     dq, dk, dv, dbias, dsink = gradients
     wanted = {"dbias": bias_grad, "dsink": extras.sink is not None}
     others = {"dbias": dbias, "dsink": dsink}
@@ -127,13 +127,13 @@ def _options(
     *,
     bias_grad: bool = False,
 ) -> Options:
-    """Return what plans depend on; the arguments are those of an operator."""
+    """Return the ``Options`` of a plan from the arguments of an operator."""
     how = right, scale, input_precision(precision, dtype), family, deterministic, left, softcap
     return Options(*how, query_offset=query_offset, bias_grad=bias_grad).given(extras)
 
 
 def _like_dense(x: torch.Tensor) -> torch.Tensor:
-    """Return what the kernels allocate for x, which they copy if its rows are not dense."""
+    """Return a result like x as the kernels allocate it: like a copy if its rows are not dense."""
     return torch.empty_like(first_columns(x, x.shape[3]))
 
 
@@ -167,7 +167,7 @@ def _(
 
 
 def _run_forward(*inputs: Any) -> Outputs:
-    """Launch, where gradients are not wanted or somebody else takes care of them."""
+    """Launch the forward, where no gradient is wanted or the caller takes care of it."""
     if dispatch_is_trivial(*inputs[:FORWARD]):
         return _launch_forward(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - torch.library has no other word
@@ -175,7 +175,7 @@ def _run_forward(*inputs: Any) -> Outputs:
 
 
 def _run_backward(*inputs: Any) -> Gradients:
-    """Launch likewise."""
+    """Launch the backward likewise."""
     if dispatch_is_trivial(*inputs[:BACKWARD]):
         return _launch_backward(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
@@ -183,18 +183,18 @@ def _run_backward(*inputs: Any) -> Gradients:
 
 
 class BoundCall:
-    """Our kernels, for inputs like those they were chosen for.
+    """The kernels chosen for one signature of inputs.
 
     Args:
-        past_autograd: of q, k and v: launches, and knows no gradient.
-        options: what operators take beside tensors.
+        past_autograd: launches the forward for q, k and v, bypassing autograd.
+        options: the arguments of the operators besides tensors.
     """
 
     def __init__(self, past_autograd: AttentionCall, options: tuple[Any, ...]) -> None:
-        """Know no gradients yet."""
+        """Start with no backward prepared."""
         self.past_autograd, self.options = past_autograd, options
         self._backwards: dict[tuple[object, ...], Any] = {}
-        self.of_lengths: Callable[..., BoundCall | None] | None = None  # of other signatures
+        self.of_lengths: Callable[..., BoundCall | None] | None = None  # binds other lengths
 
     def __call__(
         self,
@@ -205,14 +205,14 @@ class BoundCall:
         bounds: Bounds | tuple[None, None] = (None, None),
         **scored: torch.Tensor,
     ) -> Outputs:
-        """Return o and lse, past the dispatcher.
+        """Return o and lse, bypassing the dispatcher.
 
         Args:
             q: [B, H, T, D].
             k: [B, G, S, D].
             v: [B, G, S, Dv], Dv at most D.
-            bounds: all of the mask, if there are some.
-            scored: others of ``Extras``.
+            bounds: the whole mask, if given.
+            scored: the other fields of ``Extras``.
         """
         extras = Extras(*bounds, **scored) if scored or bounds[0] is not None else ()
         if torch.is_grad_enabled() and (
@@ -232,11 +232,11 @@ class BoundCall:
         *,
         bias_grad: bool = False,
     ) -> Gradients:
-        """Return the gradients of q, k and v, then of a bias if it is wanted, and of sinks.
+        """Return the gradients of q, k and v, then of a bias if it is wanted, then of a sink.
 
-        Autograd keeps sizes, dtypes and devices. Hooks of saved tensors, such as one that moves
-        them to the CPU and back, may change strides and addresses; torch's setting for fp32
-        products may be another by now.
+        Autograd keeps sizes, dtypes and devices. Saved-tensor hooks, such as offloading to the CPU,
+        may change strides and addresses, and torch's setting for fp32 products may have changed
+        since the forward, so plans are cached by all of these.
         """
         (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
         if torch.is_grad_enabled() or not dispatch_is_trivial(grad_o, grad_lse, *saved, *extras):
@@ -265,7 +265,7 @@ class BoundCall:
 
 
 class _Dispatched(NamedTuple):
-    """The operators, below autograd; for an autograd function in place of ``BoundCall``."""
+    """The operators below autograd, in place of a ``BoundCall`` in an autograd function."""
 
     options: tuple[Any, ...]
 
@@ -314,7 +314,7 @@ class _Differentiable(torch.autograd.Function):
         return None, dq, dk, dv, *[None] * (EXTRAS - 2), dbias, dsink
 
 
-# Past what ``Function.apply`` does for function transforms, which takes it as long as the rest.
+# Skips what ``Function.apply`` does for function transforms, which takes as long as the rest.
 _apply_directly = super(torch.autograd.Function, _Differentiable).apply
 
 
@@ -335,9 +335,9 @@ class _Once(torch.autograd.Function):
 
 
 def _below_autograd(op: Any, *inputs: Any) -> Any:
-    """Call an operator from an autograd function, which has switched all gradients off.
+    """Call an operator from an autograd function, with gradients enabled again.
 
-    Those of outer function transforms are still wanted.
+    The autograd function has disabled them all, but outer function transforms still need theirs.
     """
     with (
         torch._C._AutoDispatchBelowAutograd(),  # noqa: SLF001
@@ -348,10 +348,10 @@ def _below_autograd(op: Any, *inputs: Any) -> Any:
 
 
 def _autograd(run: Any, function: Any, tensors: int) -> Any:
-    """Return what ``run`` does where gradients may be wanted of its first ``tensors`` arguments.
+    """Return the autograd kernel of ``run``, differentiable in its first ``tensors`` arguments.
 
-    The dispatcher calls it once for each level of ``torch.func.grad``, so that the autograd
-    function is of one level.
+    The dispatcher calls it once for each level of ``torch.func.grad``, so its autograd function
+    handles a single level.
     """
     apply = super(torch.autograd.Function, function).apply
 
@@ -383,11 +383,11 @@ for _name, _rule in (
 def bind(
     given: tuple[Signature, ...], *how: Any, extras: Sequence[torch.Tensor | None] = ()
 ) -> BoundCall:
-    """Return what the operators launch for q, k and v with these signatures.
+    """Choose the kernels that the operators launch for q, k and v with these signatures.
 
     Args:
         given: signatures of q, k and v.
-        how: as the operators take it.
-        extras: as theirs.
+        how: the arguments of the operators besides tensors.
+        extras: the extra tensors of the operators.
     """
     return BoundCall(execute().bind_forward(given, _options(given[0][2], extras, *how)), how)

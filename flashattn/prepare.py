@@ -1,4 +1,4 @@
-"""From a call of ``attention`` to the operators, or past them: for the implementations of ours."""
+"""Prepare calls of our kernels for ``attention``, through the operators or bypassing them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashattn.plan.spec import Extras, Family, Signature, given_extras, signatu
 from flashattn.problem import Problem
 from flashattn.score import of_keys
 
-_forward = torch.ops.flashattn.forward.default  # ``ops`` defines them
+_forward = torch.ops.flashattn.forward.default  # defined in ``ops``
 _backward = torch.ops.flashattn.backward.default
 
 
@@ -39,10 +39,10 @@ def prepare(
     family: Family = "triton",
     deterministic: bool = True,
 ) -> AttentionCall:
-    """Return what attends with our kernels to these and all like them (see ``registry.Impl``).
+    """Return a function that runs our kernels on inputs like these (see ``registry.Impl``).
 
-    The caller has checked the arguments and asked ``why_not``. What is returned takes q, k and v,
-    and by their names the bounds and what scores are made with, if they were given; it returns
+    The caller has checked the arguments and asked ``why_not``. The function takes q, k and v, and
+    by name those of bounds, alibi_slopes, bias and sink that were given here. It returns
     o [B, H, T, Dv] and lse [B, H, T], and has no second derivative.
 
     Args:
@@ -51,24 +51,24 @@ def prepare(
         v: [B, G, S, Dv]; Dv is at most D.
         causal: see ``attention``.
         window: see ``attention``.
-        bounds: all of the mask, in their place.
+        bounds: the whole mask, in place of ``causal`` and ``window``.
         softcap: see ``attention``.
-        alibi_slopes: see ``Extras``, as for the next two.
-        bias: likewise.
-        sink: likewise.
+        alibi_slopes: see ``Extras``.
+        bias: see ``Extras``.
+        sink: see ``Extras``.
         scale: see ``attention``.
-        precision: of fp32 products: "bf16x6", "tf32x3", "tf32", "ieee" (see
-            ``plan.precision.input_precision``), or "auto": "tf32" where torch's setting for matrix
-            products on CUDA allows it, else "bf16x6".
-        family: the kernels: "triton", the portable ones, "hopper", or "auto", for each pass the
-            faster ones. "hopper" copies what TMA cannot address (an address or a stride that is no
-            multiple of 16 bytes, a stride of 0), and decomposes fp32 with few scores, too.
-        deterministic: whether the same inputs shall give the same bits of the gradients, as they
-            do under ``torch.use_deterministic_algorithms``, too, and with the portable ones always.
-            Otherwise Hopper's sum the gradient of q in any order, for D <= 128.
+        precision: how fp32 is multiplied: "bf16x6", "tf32x3", "tf32", "ieee" (see
+            ``plan.precision.input_precision``), or "auto", which means "tf32" if torch's setting
+            for CUDA matrix products allows it, else "bf16x6".
+        family: "triton" (the portable kernels), "hopper", or "auto" (the faster ones for each
+            pass). "hopper" copies tensors that TMA cannot address (an address or stride that is not
+            a multiple of 16 bytes, a stride of 0), and decomposes fp32 even for few scores.
+        deterministic: whether the same inputs must give the same bits of the gradients. This also
+            holds under ``torch.use_deterministic_algorithms``, and always for the portable kernels.
+            Otherwise the Hopper kernels sum the gradient of q in any order, for D <= 128.
 
     Raises:
-        ValueError: "hopper" is asked for scales below 2^-64, or fp32 as "ieee" or "tf32x3" say.
+        ValueError: "hopper" is asked for a scale below 2^-64, or for fp32 as "ieee" or "tf32x3".
     """
     mask, scale = Mask.of(causal, window), check_scale(scale, q.shape[3])
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
@@ -80,7 +80,7 @@ def prepare(
     band = mask.over(q.shape[2], k.shape[2])
     seen = band.seen_keys
     every = (seen.start, seen.stop) == (0, k.shape[2])
-    if not every:  # what no query sees may be NaN
+    if not every:  # keys that no query sees may be NaN
         k, v, scored = k[:, :, seen], v[:, :, seen], of_keys(scored, seen, q.shape[2])
         query_offset -= 0 if alibi_slopes is None else seen.start
         band = mask.over(q.shape[2], k.shape[2])
@@ -96,9 +96,9 @@ def prepare(
 
 
 def _of_lengths(mask: Mask, how: tuple[Any, ...], given: tuple[Signature, ...]) -> BoundCall | None:
-    """Return what attends to tensors of other lengths, or None where no query sees some keys.
+    """Bind the kernels for tensors of other lengths, or return None if no query sees some keys.
 
-    What does not depend on lengths, ``mask`` and ``how``, is found once for all of a kind.
+    ``mask`` and ``how`` do not depend on the lengths, so they are prepared once for all of them.
     """
     seq_kv = given[1][0][2]
     band = mask.over(given[0][0][2], seq_kv)
@@ -113,7 +113,7 @@ def _attend(
     extras: Sequence[torch.Tensor | None],
     *how: Any,
 ) -> AttentionCall:
-    """Return what attends to these and all like them, through the operators if one is due."""
+    """Return a function for inputs like these; it bypasses the operators if it may."""
     if dispatch_is_trivial(q, k, v, *extras):
         return bind(signature(q, k, v), *how, extras=extras)
 

@@ -1,7 +1,7 @@
-"""What is asked: shapes, mask, scores and dtype of one attention, checked, with its exact costs.
+"""One attention problem: its shapes, mask, scores and dtype, checked, and its exact costs.
 
-The legend, used everywhere in this package: ``B`` batch, ``H`` query heads, ``G`` key/value heads,
-``T`` queries, ``S`` keys, ``D`` head dimension, ``Dv`` that of values. q is ``[B, H, T, D]``, k
+Notation of this package: ``B`` batch, ``H`` query heads, ``G`` key/value heads, ``T`` queries,
+``S`` keys, ``D`` head dimension, ``Dv`` head dimension of values. q is ``[B, H, T, D]``, k
 ``[B, G, S, D]``, v ``[B, G, S, Dv]``, the logsumexp and delta ``[B, H, T]``. Query head ``h``
 reads key/value head ``h // (H // G)``.
 """
@@ -19,9 +19,9 @@ from flashattn.checks import check_among
 from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Window
 from flashattn.score import check_softcap
 
-ALIGNMENT = 16  # bytes: what is loaded at once depends on an address no further
+ALIGNMENT = 16  # bytes; a larger alignment changes no load
 
-# Queries and keys of each packed document, or "unknown" where only the device knows the mask.
+# Queries and keys of each packed document, or "unknown" if only the device knows the mask.
 Lengths = tuple[tuple[int, int], ...]
 Documents = Lengths | Literal["unknown"] | None
 
@@ -42,18 +42,18 @@ class Problem:
         seq_q: T, queries.
         seq_kv: S, keys; None means T.
         head_dim: D.
-        value_dim: Dv, if it is less than D; None is D.
+        value_dim: Dv, if it is less than D; None means D.
         causal: False, "top_left" (or True) or "bottom_right".
-        window: (left, right), see ``Mask.of``; of a causal mask only ``left`` is kept.
-        documents: queries and keys of each document that is packed into the rows, each with the
-            mask; rows behind the last see nothing. "unknown": only the device knows which keys a
+        window: (left, right), see ``Mask.of``; for a causal mask only ``left`` is kept.
+        documents: numbers of queries and keys of each packed document; the mask applies within
+            each, and rows after the last see nothing. "unknown": only the device knows which keys a
             query sees, and costs are those without documents.
-        prefix: keys that every query may see; behind them it sees those up to its own position.
-            Without causal, a right bound and documents; None hides nothing.
-        softcap: bound on the scores, see ``score``; None is none.
+        prefix: number of keys that every query may see; after them it sees keys up to its own
+            position. Excludes causal, a right bound and documents; None hides nothing.
+        softcap: bound on the scores, see ``score``; None means no bound.
         alibi: whether each head has a slope, see ``score``.
         bias: dimensions of the bias, each its letter or 1, as "1hts" or "b11s"; "bhr" is relative,
-            see ``score``; "" is none.
+            see ``score``; "" means no bias.
         sink: whether each head has a sink, see ``score``.
         dtype: the name of q's, k's and v's ``torch.dtype``.
 
@@ -80,7 +80,7 @@ class Problem:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        """Fill in what was left to its default, then check."""
+        """Fill in the defaults, then check all fields."""
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.seq_kv is None:
@@ -124,7 +124,7 @@ class Problem:
         sink: bool = False,
         documents: Documents = None,
     ) -> Problem:
-        """Check three tensors against each other and name the problem they pose.
+        """Check q, k and v against each other and return the problem that they pose.
 
         Args:
             q: [B, H, T, D], or [B, T, D] for one head.
@@ -133,13 +133,13 @@ class Problem:
             causal: see ``Mask.of``.
             window: see ``Mask.of``.
             softcap: see ``score.check_softcap``.
-            alibi: as above.
-            bias: as above.
-            sink: as above.
-            documents: as above.
+            alibi: see ``Problem``.
+            bias: see ``Problem``.
+            sink: see ``Problem``.
+            documents: see ``Problem``.
 
         Raises:
-            ValueError: names the argument that does not fit, what was wanted and what came.
+            ValueError: an argument does not fit; the message names it, what was wanted and given.
         """
         for name, x in {"q": q, "k": k, "v": v}.items():
             _check_tensor(name, x, q)
@@ -168,7 +168,7 @@ class Problem:
         )
 
     def __str__(self) -> str:
-        """Return the name used as a test id; equal numbers of heads or of rows are said once."""
+        """Return the name used as a test id; G and S are left out if they equal H and T."""
         grouped = "" if self.kv_heads == self.heads else f"kv{self.kv_heads}"
         keys = "" if self.seq_kv == self.seq_q else f"-kv{self.seq_kv}"
         heads, rows = f"b{self.batch}h{self.heads}{grouped}", f"q{self.seq_q}{keys}"
@@ -183,10 +183,10 @@ class Problem:
 
     @classmethod
     def parse(cls, name: str) -> Problem:
-        """Return the problem that ``str`` names so, as ``bf16-b2h8kv2-q1-kv70-d64-causal_br``.
+        """Return the problem with this name, such as ``bf16-b2h8kv2-q1-kv70-d64-causal_br``.
 
         Raises:
-            ValueError: it is no such name.
+            ValueError: ``name`` is not the name of a problem.
         """
         wrong = ValueError(
             "problem: wanted a name like bf16-b2h8kv2-q1-kv70-d64-causal_br (or -full,"
@@ -227,7 +227,7 @@ class Problem:
 
     @property
     def dv(self) -> int:
-        """Columns of values."""
+        """Dv, the number of columns of v."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
@@ -237,12 +237,12 @@ class Problem:
 
     @property
     def mask(self) -> Mask:
-        """Which keys a query sees, whatever the lengths."""
+        """Which keys a query sees, as a mask that does not depend on the lengths."""
         return Mask.of(self.causal, self.window)
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What an implementation is called with: ``causal``, and what else is asked for."""
+        """Keywords for an implementation: ``causal``, and the others that are set."""
         asked = {
             "window": None if self.window == UNBOUNDED else self.window,
             "documents": self.documents,
@@ -253,34 +253,34 @@ class Problem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no batch, no heads, no queries or no keys."""
+        """Return whether it has no batch, no heads, no queries or no keys."""
         return 0 in (self.batch, self.heads, self.seq_q, self.seq_kv)
 
     @property
     def by_rows(self) -> bool:
-        """Whether more hides keys than the mask: it takes bounds of rows, see ``bounds``."""
+        """Return whether documents or a prefix also hide keys, which takes ``Bounds``."""
         return self.documents is not None or self.prefix is not None
 
     @property
     def added(self) -> bool:
-        """Whether something is added to the scores."""
+        """Return whether something is added to the scores."""
         return self.alibi or self.bias != ""
 
     @property
     def bias_shape(self) -> tuple[int, ...] | None:
-        """Sizes of the bias, None if there is none."""
+        """The shape of the bias, or None if there is none."""
         sizes = {"b": self.batch, "h": self.heads, "t": self.seq_q, "s": self.seq_kv, "1": 1}
         sizes["r"] = max(self.seq_q + self.seq_kv - 1, 0)
         return tuple(sizes[x] for x in self.bias) if self.bias else None
 
     @property
     def band(self) -> Band:
-        """The mask over this problem's queries and keys, whatever the documents."""
+        """The mask over this problem's queries and keys, without its documents."""
         return self.mask.over(self.seq_q, self.seq_kv)
 
     @property
     def bands(self) -> list[Band]:
-        """The mask over the queries and keys of each document, or before and behind a prefix."""
+        """The mask over the queries and keys of each document, or in and after a prefix."""
         if self.prefix is not None:
             return self.band.behind(self.prefix)
         if self.documents is None or self.documents == "unknown":
@@ -289,17 +289,19 @@ class Problem:
 
     @property
     def pairs(self) -> int:
-        """Scores that count, over all heads: exact, so a causal problem has about half."""
+        """The exact number of visible pairs over all batches and heads; about half if causal."""
         return self.batch * self.heads * sum(band.pairs for band in self.bands)
 
     @property
     def fully_masked_rows(self) -> int:
-        """Queries of each head that see no key."""
+        """The number of queries of each head that see no key."""
         in_documents = sum(band.seq_q for band in self.bands)
         return self.seq_q - in_documents + sum(band.fully_masked_rows for band in self.bands)
 
     def flops(self, passes: str = "forward") -> int:
-        """Multiply-adds counted as two: two products forward, five backward (one recomputes).
+        """Return the FLOPs, two per multiply-add: two products forward, five backward.
+
+        One of the five recomputes the scores.
 
         Args:
             passes: forward, backward or forward+backward.
@@ -337,7 +339,7 @@ def _check_lengths(documents: Documents, sizes: tuple[int, int]) -> None:
 
 
 def _listed(documents: Lengths | Literal["unknown"]) -> str:
-    """Return the name of documents: 40+30x20+256of64; one number is as many keys as queries."""
+    """Return the name of documents, as 40+30x20+256of64; a single number counts both sides."""
     if documents == "unknown":
         return documents
     said = []
@@ -348,7 +350,7 @@ def _listed(documents: Lengths | Literal["unknown"]) -> str:
 
 
 def _parsed(name: str) -> Documents:
-    """Return the documents that ``_listed`` names so."""
+    """Return the documents with this name, the inverse of ``_listed``."""
     if name == "unknown":
         return "unknown"
     found: list[tuple[int, int]] = []

@@ -1,6 +1,6 @@
-"""Who can answer: implementations by name, each with its limits in sentences.
+"""The implementations by name, each with what it claims and reasons for what it cannot do.
 
-A plugin is one callable and one decorator, which says what is not claimed::
+A plugin is one callable and one decorator, which says what it does not claim::
 
     from flashattn import register
 
@@ -9,8 +9,8 @@ A plugin is one callable and one decorator, which says what is not claimed::
         ...
         return o  # or (o, lse) with lse=True
 
-An installed package announces the callable, or the module that decorates some, under the
-entry-point group ``flashattn.impls``, by the implementation's name.
+An installed package provides the callable, or a module that decorates callables, as an entry point
+of the group ``flashattn.impls``, under the name of the implementation.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ WhyNot = Callable[[Problem, torch.device], str | None]
 Fastest = Callable[[Problem, torch.device], dict[str, Any] | None]
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor | None]
-# Of q, k and v, and of those of TENSORS that were given, by name.
+# Takes q, k and v, and by name those of TENSORS that were given.
 AttentionCall = Callable[..., Pair]
 
 ENTRY_POINTS = "flashattn.impls"
-TENSORS = ("bounds", "alibi_slopes", "bias", "sink")  # that a call may have besides q, k and v
-ASKED = frozenset({"causal", "window", "softcap", "scale", *TENSORS})  # no one's own options
+TENSORS = ("bounds", "alibi_slopes", "bias", "sink")  # that a call may take besides q, k and v
+ASKED = frozenset({"causal", "window", "softcap", "scale", *TENSORS})  # no options of any impl
 
 
 def _always(problem: Problem, device: torch.device) -> dict[str, Any]:
@@ -58,33 +58,31 @@ class Impl(Claims):
     """One implementation of attention, and what it claims.
 
     Args:
-        name: what ``get`` and ``attention(impl=...)`` know it by.
-        call: ``call(q, k, v, *, causal, scale)`` with q [B, H, T, D], k [B, G, S, D],
-            v [B, G, S, Dv], where Dv is D unless ``narrow_values`` are claimed, causal False,
-            "top_left" or "bottom_right", and scale a float; returns o [B, H, T, Dv], or (o, lse).
-            Where
-            there is a window, and ``windows`` are claimed, it is given ``window=(left, right)``;
-            likewise ``softcap=``, a float, ``bounds=``, which ``intervals`` claims,
-            ``alibi_slopes=``, ``bias=`` and ``sink=``. One that names ``documents`` among its
-            arguments is given the lengths of packed documents in place of their bounds.
-        limits: what no flag says: the sentence that says why it cannot solve a problem on a device,
-            or None.
-        grad_limits: likewise, why it cannot differentiate what it can solve.
-        fastest: the options with which ``attention`` takes it by itself where it can, or None: one
-            that is made for some problems leaves others to the next.
-        prepares: ``call`` returns no result but a callable of q, k and v, and by their names of
-            those of ``TENSORS`` that it was given, which gives the (o, lse) of these and of all
-            like them, so that the host need not think again. Like are tensors of the same sizes,
-            strides, dtype, device and distance from a multiple of 16 bytes, of which any or none
-            needs gradients, under the same settings of torch for deterministic algorithms and fp32
-            products. Where the compiler, a mode, or a function transform looks on, it is asked
-            anew.
-        any_length: whether ``limits`` and ``fastest`` answer alike for all lengths but 0, so that
-            ``attention`` asks them once; nor does it ask ``call`` again where what that returned
-            has ``of_lengths`` (see ``ops.BoundCall``).
-        compiles: whether every new shape costs it seconds (torch.compile).
-        origin: the file or the package that it came from; empty for those of this package.
-        options: names of what ``call`` takes besides, or None where it takes anything.
+        name: its name for ``get`` and ``attention(impl=...)``.
+        call: ``call(q, k, v, *, causal, scale)`` with q [B, H, T, D], k [B, G, S, D] and
+            v [B, G, S, Dv], where Dv = D unless ``narrow_values`` is claimed; causal is False,
+            "top_left" or "bottom_right", and scale a float. It returns o [B, H, T, Dv], or
+            (o, lse). If the problem has a window, and ``windows`` is claimed, it is also given
+            ``window=(left, right)``; likewise ``softcap=``, a float, ``bounds=``, which
+            ``intervals`` claims, ``alibi_slopes=``, ``bias=`` and ``sink=``. If it has a parameter
+            ``documents``, it is given the lengths of packed documents in place of their bounds.
+        limits: a function that returns, as a sentence, why it cannot solve a problem on a device,
+            or None; for limits that no flag expresses.
+        grad_limits: likewise, why it cannot differentiate a problem that it can solve.
+        fastest: a function that returns the options with which ``impl="auto"`` calls it, or None to
+            leave the problem to the next implementation.
+        prepares: ``call`` does not compute. It returns a function of q, k and v, and by name of
+            those of ``TENSORS`` that were given, which returns (o, lse) and may be reused for all
+            inputs with the same signature: the same sizes, strides, dtype, device and address
+            modulo 16 bytes, with or without gradients, under the same torch settings for
+            deterministic algorithms and fp32 products. Under torch.compile, a mode or a function
+            transform, ``call`` is called each time.
+        any_length: whether ``limits`` and ``fastest`` give the same answer for all lengths above 0,
+            so that ``attention`` asks them once. If the result of ``call`` has ``of_lengths`` (see
+            ``ops.BoundCall``), ``call`` is not called again, either.
+        compiles: whether every new shape costs seconds of compilation (torch.compile).
+        origin: the file or package that it came from; empty for those of this package.
+        options: names of the other arguments of ``call``, or None if it takes any.
     """
 
     name: str
@@ -104,7 +102,7 @@ class Impl(Claims):
 
     @property
     def excused(self) -> bool:
-        """Whether tests report what it gets wrong and pass: that is for its maker to mend."""
+        """Return whether tests report its errors but pass: only its authors can fix them."""
         return not self.strict and not self.origin
 
     def why_not(
@@ -113,10 +111,10 @@ class Impl(Claims):
         """Return why it cannot solve ``problem`` on ``device``, as a sentence, or None when it can.
 
         Args:
-            problem: what is asked.
-            device: where.
-            grad: gradients are wanted, too.
-            lse: the logsumexp is wanted, too.
+            problem: the problem to solve.
+            device: the device to solve it on.
+            grad: whether gradients are wanted, too.
+            lse: whether the logsumexp is wanted, too.
         """
         if grad and not self.grad:
             return f"{self.name} is not differentiable"
@@ -139,8 +137,8 @@ class Impl(Claims):
         prefix: int | None = None,
         **options: Any,
     ) -> Pair:
-        """Compute (o, lse); lse is None where it returns none."""
-        if documents is not None and "documents" in (self.options or ()):  # as they are
+        """Compute (o, lse); lse is None if the implementation does not return it."""
+        if documents is not None and "documents" in (self.options or ()):  # passed as lengths
             options["documents"] = documents
         elif documents is not None or prefix is not None:
             mask = Mask.of(options.pop("causal", False), options.pop("window", UNBOUNDED))
@@ -153,7 +151,7 @@ class Impl(Claims):
     def prepared(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
     ) -> AttentionCall:
-        """Return what computes (o, lse) of q, k and v, and of all like them (see ``prepares``)."""
+        """Return a function that computes (o, lse) for inputs like q, k, v (see ``prepares``)."""
         if options.get("sink") is not None and not self.sink:
             return _behind(self.prepared(q, k, v, **options | {"sink": None}), self.name)
         if self.prepares:
@@ -167,7 +165,7 @@ class Impl(Claims):
 
 
 def _behind(attend: AttentionCall, name: str) -> AttentionCall:
-    """Return what applies a sink behind an implementation that takes none."""
+    """Return a call that applies a sink to the results of an implementation without sinks."""
 
     def sunk(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sink: torch.Tensor, **tensors: Any
@@ -180,7 +178,7 @@ def _behind(attend: AttentionCall, name: str) -> AttentionCall:
     return sunk
 
 
-_bounds = lru_cache(maxsize=4)(bounds_of_lengths)  # calls of one problem share them, as layers do
+_bounds = lru_cache(maxsize=4)(bounds_of_lengths)  # shared by calls of one problem, such as layers
 
 
 def _options(call: Callable[..., Any]) -> frozenset[str] | None:
@@ -206,18 +204,18 @@ _broken: dict[str, str] = {}
 def register(
     name: str, *, why_not: WhyNot = _never, why_no_grad: WhyNot = _never, **facts: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make the decorated callable known as ``name``.
+    """Register the decorated callable as the implementation ``name``.
 
     Args:
-        name: not "auto", and not taken.
-        why_not: ``Impl.limits``, where the flags do not say it all.
+        name: a new name, and not "auto".
+        why_not: ``Impl.limits``, for limits that the flags do not express.
         why_no_grad: ``Impl.grad_limits``, likewise.
         facts: the flags of ``Claims``, ``fastest``, ``prepares``, ``any_length``, ``compiles``.
 
     Raises:
-        TypeError: the name is no string, as where the decorator has no parentheses; a fact is
-            unknown; or what is decorated cannot be called.
-        ValueError: another callable has that name.
+        TypeError: the name is not a string, as when the decorator has no parentheses; a fact is
+            unknown; or the decorated object is not callable.
+        ValueError: the name is taken, or "auto".
     """
     if not isinstance(name, str):
         raise TypeError(f'name: wanted a string, as in @register("mine"), got {name!r}')
@@ -246,8 +244,8 @@ def get(name: str) -> Impl:
     """Return the implementation called ``name``.
 
     Raises:
-        ValueError: there is none, and the message lists those there are; or its package cannot be
-            loaded, and the message says why.
+        ValueError: no implementation has this name, and the message lists those there are; or its
+            package cannot be loaded, and the message says why.
     """
     if name not in _impls:
         _load_plugins()
@@ -266,7 +264,7 @@ def broken() -> tuple[str, ...]:
 
 @contextmanager
 def origin(where: str) -> Iterator[None]:
-    """Note ``where`` of everything that is registered meanwhile; forget it all on an error."""
+    """Set the origin of all that is registered in the block; undo the registrations on an error."""
     before = dict(_impls)
     try:
         yield

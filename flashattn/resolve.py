@@ -1,4 +1,4 @@
-"""From what a call hides to bounds of rows, kept for the next call: a model's layers share them."""
+"""Compute bounds from documents and masks, and cache them: the layers of a model share them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashattn.problem import Lengths
 
 Documents = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-KEPT = 8  # bounds of one mask or tensor, as a model has few kinds of layers
+KEPT = 8  # cached for each mask or tensor, as a model has few kinds of layers
 
 
 def check_documents(
@@ -26,19 +26,20 @@ def check_documents(
     k: torch.Tensor,
     names: tuple[str, str] = ("documents", "documents"),
 ) -> Rows:
-    """Return the cumulative lengths of the queries and of the keys.
+    """Check packed documents; return the cumulative lengths of the queries and of the keys.
 
-    Their values are checked on a CPU. On a GPU that would make the host wait; there a length that
-    falls counts as the largest before it, and what lies outside of the rows as their nearest end.
+    The values are checked on a CPU. On a GPU that would make the host wait; there, a value that
+    decreases is replaced by the largest before it, and values beyond the rows are clamped.
 
     Args:
         documents: cu, or (cu_q, cu_k).
         q: [..., T, D].
         k: [..., S, D].
-        names: of cu_q and cu_k in messages.
+        names: the names of cu_q and cu_k in error messages.
 
     Raises:
-        ValueError: no integers [N + 1] on q's device; values that fall, or do not begin at 0.
+        ValueError: not integers [N + 1] on q's device; or values decrease, exceed the rows, or do
+            not start at 0.
     """
     pair = documents if isinstance(documents, tuple) else (documents, documents)
     if len(pair) != 2:  # noqa: PLR2004 - of queries and keys
@@ -71,7 +72,7 @@ def bounds_of_lengths(
     seq_kv: int,
     device: torch.device,
 ) -> Bounds:
-    """Return the bounds of documents, each with the mask, or of a prefix of ``first`` keys."""
+    """Return the bounds of documents, with the mask in each, or of a prefix of ``first`` keys."""
     sizes = Sizes(1, seq_q, seq_kv, device)
     cu = None if documents is None else cumulative(documents, device)
     given = None if first is None else prefix(torch.tensor([first], device=device))
@@ -81,17 +82,17 @@ def bounds_of_lengths(
 def bounds_of(
     q: torch.Tensor, k: torch.Tensor, mask: Mask, documents: Documents | None, given: object
 ) -> Bounds:
-    """Return the bounds of all that hides keys, kept for the next call that asks for the same.
+    """Return the bounds of everything that hides keys, cached for the next such call.
 
     Args:
         q: [B, H, T, D], or [B, T, D].
         k: [B, G, S, D], or [B, S, D].
-        mask: over the whole, or over each document.
+        mask: over the whole sequence, or within each document.
         documents: see ``attention``.
         given: a ``RowMask``, or None.
 
     Raises:
-        ValueError: an argument that does not fit.
+        ValueError: an argument does not fit.
     """
     if given is not None and not isinstance(given, RowMask):
         raise ValueError(f"mask: wanted an object of flashattn.masks, got {type(given).__name__}")
@@ -118,21 +119,21 @@ def kept(
     key: tuple[object, ...],
     make: Callable[[], Made],
 ) -> Made:
-    """Return what ``make`` makes of tensors, or what it made of them before, unchanged as they are.
+    """Return the result of ``make``, cached as long as the tensors that it reads do not change.
 
     Args:
-        q: for whom it is made.
-        owner: with whom it goes.
-        tensors: that are read.
-        key: of all else that it depends on.
-        make: is called where there is none, or where none may be kept.
+        q: the q of the call, which may forbid caching (see ``_keeps``).
+        owner: the object with which the cached results are freed.
+        tensors: the tensors that ``make`` reads.
+        key: everything else that the result depends on.
+        make: called if there is no cached result, or caching is not possible.
     """
     if not _keeps(q, tensors):
         return make()
     key = *key, tuple((id(x), x._version) for x in tensors)  # noqa: SLF001 - no public name
     of_owner = _KEPT.setdefault(owner, {})
     made, made_from = of_owner.get(key, (None, ()))
-    if made is None or any(x() is None for x in made_from):  # another may have its id by now
+    if made is None or any(x() is None for x in made_from):  # its id may be reused
         if len(of_owner) >= KEPT:
             of_owner.clear()
         made = make()
@@ -141,7 +142,7 @@ def kept(
 
 
 def _keeps(q: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether bounds may be kept: not a compiler's, nor those of a CUDA graph that is captured."""
+    """Return whether caching is possible: not under torch.compile, nor in CUDA graph capture."""
     if not dispatch_is_trivial(q, *tensors) or any(x.is_inference() for x in tensors):
         return False
     return not (q.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,16 +1,16 @@
-"""Scores: what becomes of a product q @ k.T before the mask and the softmax see it.
+"""Scores: how the product q @ k.T is changed before the mask and the softmax.
 
 A score is x = scale * q @ k.T. With a softcap it is cap * tanh(x / cap), within -cap ... cap, as in
-Gemma 2 (Gemma Team, 2024, section 2). Then, in this order, something is added.
+Gemma 2 (Gemma Team, 2024, section 2). Then the following are applied, in this order.
 
-ALiBi (Press et al., 2022) takes slope * |t + S - T - s| off the score of query t and key s, with a
-slope for each head: the last query stands at the last key, as in flash-attn.
+ALiBi (Press et al., 2022) subtracts slope * |t + S - T - s| from the score of query t and key s,
+with one slope per head. The last query is aligned with the last key, as in flash-attn.
 
 A bias is any tensor that broadcasts to the scores, or a vector of T + S - 1 elements, one for each
-s - t (``relative``). Where it is -inf, a key is hidden.
+s - t (``relative``). A bias of -inf hides a key.
 
-A sink is one more logit of a head, not scaled and not capped, which takes its share of each row's
-softmax and has no value, as in gpt-oss (OpenAI, 2025). One of -inf is none: its gradient is 0.
+A sink is one extra logit per head, neither scaled nor capped, that takes part in each row's softmax
+and has no value, as in gpt-oss (OpenAI, 2025). A sink of -inf has no effect and gradient 0.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from torch.nn.functional import pad
 
 RELATIVE_DIMS = 3
-SMALLEST = 1e-6  # softcap; one over it is the largest
+SMALLEST = 1e-6  # smallest softcap; its inverse is the largest
 
 
 def check_softcap(softcap: float | None) -> float | None:
-    """Return the bound on the scores, a float, or None for none.
+    """Check the softcap, and return it as a float, or None.
 
     Raises:
         ValueError: ``softcap`` is neither None nor a number that fp32 can divide by.
@@ -42,7 +42,7 @@ def check_softcap(softcap: float | None) -> float | None:
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a @ b; on a CPU products of fp32 stand in for those of half precision, far slower."""
+    """Return a @ b; on a CPU, half precision is multiplied in fp32, which is far faster."""
     if a.is_cpu and a.dtype in (torch.bfloat16, torch.float16):
         return (a.float() @ b.float()).to(a.dtype)
     return a @ b
@@ -56,12 +56,12 @@ def scores(products: torch.Tensor, scale: float, softcap: float | None) -> torch
 
 
 def slope(given: torch.Tensor, softcap: float) -> torch.Tensor:
-    """Return d score / d (scale * product) where the scores are ``given`` and capped."""
+    """Return d score / d (scale * product) of capped scores."""
     return 1 - (given / softcap).square()
 
 
 class Shaped(Protocol):
-    """A tensor, or what describes one."""
+    """A tensor, or a description of one."""
 
     @property
     def shape(self) -> torch.Size:
@@ -80,7 +80,7 @@ class Relative:
 
 
 def relative(vector: torch.Tensor) -> Relative:
-    """Return a bias for ``attention`` that adds vector[s - t + T - 1] to score (t, s), as T5's.
+    """Return a bias for ``attention`` that adds vector[s - t + T - 1] to score (t, s), as in T5.
 
     It takes O(T + S) memory, and its gradient is that of the vector.
 
@@ -88,7 +88,7 @@ def relative(vector: torch.Tensor) -> Relative:
         vector: [H or 1, T + S - 1], or [B or 1, H or 1, T + S - 1]; its dtype is q's or fp32.
 
     Raises:
-        ValueError: it is no such tensor. When ``attention`` asks: its sizes do not fit.
+        ValueError: ``vector`` is not such a tensor. In ``attention``: its sizes do not fit.
     """
     if not isinstance(vector, torch.Tensor) or vector.ndim not in (2, 3):
         got = list(vector.shape) if isinstance(vector, torch.Tensor) else type(vector).__name__
@@ -97,13 +97,13 @@ def relative(vector: torch.Tensor) -> Relative:
 
 
 class Terms(NamedTuple):
-    """What is added to the scores [..., T, S] of some queries and keys.
+    """The terms that are added to the scores [..., T, S] of some queries and keys.
 
     Args:
         alibi_slopes: [..., 1, 1], or None.
         bias: [..., T or 1, S or 1], or None.
-        relative: or [..., T + S - 1], of each s - t.
-        query_offset: for ALiBi, query t stands at key t + query_offset.
+        relative: [..., T + S - 1], a bias for each s - t, or None.
+        query_offset: for ALiBi, query t is aligned with key t + query_offset.
         seq_q: T.
     """
 
@@ -121,7 +121,7 @@ class Terms(NamedTuple):
         alibi_slopes: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
     ) -> Terms:
-        """Return what is added to the scores of q [B, H, T, D] and k [B, G, S, D].
+        """Return the terms for the scores of q [B, H, T, D] and k [B, G, S, D].
 
         Args:
             q: as above.
@@ -135,7 +135,7 @@ class Terms(NamedTuple):
         return cls(slopes, matrix, vector, k.shape[2] - q.shape[2], q.shape[2])
 
     def added(self, scores: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:
-        """Return the scores of some queries and keys with what is added to them."""
+        """Return the scores of some queries and keys with the terms added."""
         if self.alibi_slopes is not None:
             t, s = (torch.arange(x.start, x.stop, device=scores.device) for x in (rows, keys))
             slopes = self.alibi_slopes.to(torch.promote_types(scores.dtype, torch.float32))
@@ -152,7 +152,7 @@ class Terms(NamedTuple):
         return scores
 
     def add_gradient(self, dbias: torch.Tensor, ds: torch.Tensor, rows: slice, keys: slice) -> None:
-        """Add the gradient of some scores to that of the bias they were given."""
+        """Add the gradient of some scores to the gradient of their bias."""
         if self.bias is not None:
             part = dbias[..., _within(dbias, -2, rows), _within(dbias, -1, keys)]
             part += ds.sum_to_size(part.shape)
@@ -161,20 +161,20 @@ class Terms(NamedTuple):
             part += _sum_by_distance(ds).sum_to_size(part.shape)
 
     def _distances(self, rows: slice, keys: slice) -> slice:
-        """Return the elements of a relative bias that some queries and keys have."""
+        """Return the elements of a relative bias that some queries and keys use."""
         first = keys.start - rows.stop + self.seq_q
         return slice(first, first + (rows.stop - rows.start) + (keys.stop - keys.start) - 1)
 
 
 def _within(x: torch.Tensor, dim: int, rows: slice) -> slice:
-    """Return which rows of x some of all rows read: those, or its only one."""
+    """Return the rows of x that ``rows`` read: the same, or the only one if x is broadcast."""
     return rows if x.shape[dim] > 1 else slice(None)
 
 
 def _sum_by_distance(x: torch.Tensor) -> torch.Tensor:
     """Return the sums of x [..., R, C] along its diagonals, [..., R + C - 1], in a fixed order.
 
-    In rows that are one element shorter than they are laid out, each begins one element later.
+    Rows are padded to R + C elements and read as rows of R + C - 1, which shifts each by one more.
     """
     rows, columns = x.shape[-2:]
     laid = pad(x.flip(-2), (0, rows)).flatten(-2)[..., : rows * (rows + columns - 1)]
@@ -187,7 +187,7 @@ def is_relative(bias: Shaped) -> bool:
 
 
 def dimensions(bias: torch.Tensor | None) -> str:
-    """Return the dimensions of a bias as ``Problem`` names them; "" of none."""
+    """Return the dimensions of a bias as ``Problem`` names them; "" if there is none."""
     if bias is None:
         return ""
     letters = "bhr" if is_relative(bias) else "bhts"
@@ -196,11 +196,11 @@ def dimensions(bias: torch.Tensor | None) -> str:
 
 
 def of_keys(scored: dict[str, Any], keys: slice, seq_q: int) -> dict[str, Any]:
-    """Return what scores are made with where only some keys are left.
+    """Return ALiBi slopes, bias and sink for a slice of the keys.
 
     Args:
-        scored: tensors by name, as an implementation takes them; or None in their places.
-        keys: that are left.
+        scored: these tensors by name, as an implementation takes them; each may be None.
+        keys: the keys that are left.
         seq_q: T.
     """
     bias = scored.get("bias")
@@ -218,7 +218,7 @@ def check_alibi_slopes(
     """Return the slopes of all heads, dense, [1, H] or [B, H].
 
     Raises:
-        ValueError: ``slopes`` is no fp32 tensor [H] or [B, H] on that device, or wants a gradient.
+        ValueError: ``slopes`` is not fp32 [H] or [B, H] on that device, or requires a gradient.
     """
     if not isinstance(slopes, torch.Tensor) or slopes.dtype != torch.float32:
         got = slopes.dtype if isinstance(slopes, torch.Tensor) else type(slopes).__name__
@@ -239,7 +239,7 @@ def check_bias(bias: object, sizes: tuple[int, int, int, int], q: torch.Tensor) 
     Args:
         bias: a tensor, or what ``relative`` returns.
         sizes: B, H, T, S.
-        q: [B, H, T, D], or [B, T, D] of one head, for which the bias has no dimension of heads.
+        q: [B, H, T, D], or [B, T, D] for one head; the bias then has no head dimension.
 
     Raises:
         ValueError: it does not broadcast to the scores, or has another dtype or device.
@@ -271,7 +271,7 @@ def check_sink(sink: object, heads: int, q: torch.Tensor) -> torch.Tensor:
     """Return the sinks of all heads, [1, H] in fp32, or fp64 if q is.
 
     Raises:
-        ValueError: ``sink`` is no floating-point tensor [H] on q's device.
+        ValueError: ``sink`` is not a floating-point tensor [H] on q's device.
     """
     if not isinstance(sink, torch.Tensor) or not sink.is_floating_point():
         got = sink.dtype if isinstance(sink, torch.Tensor) else type(sink).__name__
@@ -286,18 +286,18 @@ def check_sink(sink: object, heads: int, q: torch.Tensor) -> torch.Tensor:
 def with_sink(
     o: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return o and lse of rows that share their softmax with a sink, differentiable.
+    """Return o and lse with a sink in the softmax of each row; differentiable.
 
     Args:
-        o: [B, H, T, D] without it.
+        o: [B, H, T, D], computed without the sink.
         lse: [B, H, T].
         sink: [B or 1, H].
     """
     logits = sink.to(lse.dtype)[..., None]
-    logits = logits.masked_fill(logits == -torch.inf, -torch.inf)  # is none, and has no gradient
+    logits = logits.masked_fill(logits == -torch.inf, -torch.inf)  # no sink, and no gradient
     dead = lse == -torch.inf  # o is 0
     seen = lse.masked_fill(dead, 0)
-    # Of the smaller exponential: sigmoid and logaddexp overflow where a share is denormal.
+    # By the smaller exponential: sigmoid and logaddexp overflow where a share is denormal.
     above = seen - logits
     small = torch.where(above > 0, -above, above).exp()
     share = torch.where(above > 0, 1, small) / (1 + small)

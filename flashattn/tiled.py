@@ -1,4 +1,4 @@
-"""FlashAttention-2 in plain PyTorch, tile by tile: the algorithm, readable, with no score matrix.
+"""FlashAttention-2 in plain PyTorch, tile by tile: readable, and without a score matrix.
 
 Algorithms 1 (forward, online softmax) and 2 (backward by recomputation) of Dao, 2023,
 "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning". The letters are
@@ -37,7 +37,7 @@ def _tiles(size: int, block: int) -> list[slice]:
 
 
 def _visited(tiles: list[slice], run: BlockRange) -> Iterator[tuple[slice, bool]]:
-    """Return the tiles of a run, each with whether it needs the mask."""
+    """Yield the tiles of a range, each with whether it needs the mask."""
     for i in range(run.first, run.end):
         yield tiles[i], not run.full <= i < run.full_end
 
@@ -54,7 +54,7 @@ def _scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scores of a tile [..., rows, keys], masked unless ``band`` is None.
 
-    And these scores before something was added to them and some were masked.
+    Also return the scores before ``terms`` and the mask are applied.
     """
     products = _promoted(q[..., rows, :]) @ _promoted(k[..., keys, :]).mT
     capped = score.scores(products, scale, softcap)
@@ -84,8 +84,8 @@ def tiled_forward(
         v: like k.
         mask: which keys a query sees.
         scale: factor on the scores.
-        softcap: bound on the scores; None is none.
-        terms: what is added to the scores.
+        softcap: bound on the scores; None means no bound.
+        terms: the terms that are added to the scores.
         sink: [..., 1, 1], or None.
 
     Returns:
@@ -184,10 +184,10 @@ def _mapped(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...])
 
 
 class _TiledGradients(torch.autograd.Function):
-    """Algorithm 2 as one step, so that a second derivative meets a sentence and not a zero."""
+    """Algorithm 2 as one step, so that a second derivative raises an error and is not zero."""
 
     @staticmethod
-    def forward(  # torch.compile takes no *saved beside setup_context
+    def forward(  # torch.compile takes no *saved with setup_context
         mask: Mask | Intervals,
         scale: float,
         softcap: float | None,
@@ -260,7 +260,7 @@ class _Tiled(torch.autograd.Function):
     def backward(
         ctx: Any, grad_o: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        kept = ctx.saved_tensors  # read once: a checkpoint unpacks them once
+        kept = ctx.saved_tensors  # read once, as a checkpoint allows
         saved, scored = kept[:5], iter(kept[5:])
         saved = *saved, *(next(scored) if there else None for there in ctx.scored)
         grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
@@ -290,7 +290,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     differentiable.
 
     Raises:
-        ValueError: three-dimensional arguments that do not fit (see ``Problem.of``).
+        ValueError: three-dimensional arguments do not fit (see ``Problem.of``).
     """
 
     @staticmethod
@@ -322,7 +322,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 
 
 def _grouped(x: torch.Tensor | None, heads: tuple[int, int]) -> torch.Tensor | None:
-    """Return x [..., H or 1, ...] with key heads and their groups as dimensions of their own."""
+    """Split the head dimension of x [B, H or 1, ...] into key heads and their groups."""
     if x is None:
         return None
     return x.unflatten(1, heads if x.shape[1] == heads[0] * heads[1] else (1, 1))
@@ -342,7 +342,7 @@ def tiled_attention(
     sink: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with grouped heads; the caller has checked the arguments.
+    """Compute attention with grouped heads; the caller has checked the arguments.
 
     Args:
         q: [B, H, T, D].
@@ -350,7 +350,7 @@ def tiled_attention(
         v: [B, G, S, D].
         causal: see ``attention``.
         window: see ``attention``.
-        bounds: all of the mask, in their place.
+        bounds: the whole mask, in place of ``causal`` and ``window``.
         softcap: see ``attention``.
         alibi_slopes: [B or 1, H].
         bias: [B or 1, H or 1, T or 1, S or 1], or [B or 1, H or 1, T + S - 1].
@@ -361,7 +361,7 @@ def tiled_attention(
         o [B, H, T, D] and lse [B, H, T].
 
     Raises:
-        NotImplementedError: on a second or a forward-mode derivative, which the reference has.
+        NotImplementedError: a second or forward-mode derivative is asked for (see ``reference``).
     """
     scale, heads = check_scale(scale, q.shape[3]), (k.shape[1], q.shape[1] // max(k.shape[1], 1))
     mask: Mask | Intervals
@@ -371,7 +371,7 @@ def tiled_attention(
         seen = mask.over(q.shape[2], k.shape[2]).seen_keys
         query_offset -= seen.start
         bias = of_keys({"bias": bias}, seen, seq_q)["bias"]
-        k, v = k[:, :, seen], v[:, :, seen]  # what no query sees may be NaN
+        k, v = k[:, :, seen], v[:, :, seen]  # keys that no query sees may be NaN
     else:
         mask = Intervals(bounds, dims=2)
         q, k, v = bounds.without_unseen(q, k, v)
@@ -382,7 +382,7 @@ def tiled_attention(
     scored = (_grouped(x, heads) for x in (*terms[:3], sinks))
     try:
         o, lse = _Tiled.apply(*given, *scored, mask, scale, softcap, query_offset, seq_q)
-    except NotImplementedError as error:  # torch.compile takes no function with a method jvp
+    except NotImplementedError as error:  # torch.compile allows no jvp method
         raise no_forward_mode("the tiled attention", error) from None
     o = o.flatten(1, 2)
     return o if bounds is None else bounds.without_fully_masked(o), lse.flatten(1, 2)

@@ -27,15 +27,15 @@ class Trainer:
         precision: "fp32" for IEEE products; "tf32" for tensor cores on a GPU; "bf16" and "fp16" for
             ``torch.autocast`` (fp16 without a gradient scaler, so only for measurements).
         device: where to run.
-        compiled: whether to compile the model as one graph, with a mesh each block.
+        compiled: whether to compile the model as one graph, or each block if there is a mesh.
         checkpoint: whether to recompute each block in backward.
         seed: seed of the parameters and the tokens.
         phase: ``phase(name)`` returns the context of a part.
-        mesh: of one dimension, over whose ranks the tokens of each sequence and the parameters are
-            shared (FSDP2). ``attention`` then attends over all of them, as
-            ``flashattn.parallel.attention`` does, and a loss is this rank's share: that of all
-            tokens is the mean over the ranks.
-        placement: which tokens are whose, see ``flashattn.parallel.shard``.
+        mesh: a mesh of one dimension, over whose ranks the tokens of each sequence and the
+            parameters (FSDP2) are sharded. ``attention`` then attends to the tokens of all ranks,
+            as ``flashattn.parallel.attention`` does, and a loss is this rank's share: the loss of
+            all tokens is the mean over the ranks.
+        placement: which rank has which tokens, see ``flashattn.parallel.shard``.
 
     Raises:
         ValueError: precision is unknown, batch is below 1, or context is below 1 or above
@@ -77,7 +77,7 @@ class Trainer:
         self._call = torch.compile(self.model, fullgraph=True) if compiled else self.model
 
     def _share(self, mesh: DeviceMesh, placement: str, *, compiled: bool) -> None:
-        """Keep this rank's tokens and parameters; what FSDP does between blocks breaks a graph."""
+        """Shard tokens and parameters; compile each block, as FSDP breaks graphs between blocks."""
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - slow to import
 
         from flashattn.parallel import positions, shard  # noqa: PLC0415

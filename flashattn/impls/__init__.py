@@ -1,4 +1,4 @@
-"""Everyone who can answer a Problem, one file per family; importing this package registers them."""
+"""All implementations, one file per family; importing this package registers them."""
 
 from flashattn.impls import own  # ours come first in names()
 

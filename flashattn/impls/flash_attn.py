@@ -1,7 +1,7 @@
-"""FlashAttention 2, 3 and 4 of the flash-attn project, when they are installed.
+"""FlashAttention 2, 3 and 4 of the flash-attn project, if they are installed.
 
-Their tensors are [B, T, H, D], or [total, H, D] of packed documents; their causal masks and windows
-are bottom-right.
+Their tensors are [B, T, H, D], or [total, H, D] for packed documents. Their causal masks and
+windows are aligned at the bottom right.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ HOPPER = (9, 0)
 def _installed(module: str) -> bool:
     try:
         spec = find_spec(module)
-    except ModuleNotFoundError:  # a submodule of a package that is not there
+    except ModuleNotFoundError:  # a submodule of a package that is not installed
         return False
-    return spec is not None and spec.origin is not None  # FlashAttention 4 alone has no flash_attn
+    return spec is not None and spec.origin is not None  # FA-4 alone makes flash_attn a namespace
 
 
 def _attending(module: str) -> Callable[..., torch.Tensor]:
@@ -80,7 +80,7 @@ def _attending(module: str) -> Callable[..., torch.Tensor]:
     return attend
 
 
-@lru_cache(maxsize=4)  # calls of one problem share them, as the layers of a model do
+@lru_cache(maxsize=4)  # shared by calls of one problem, such as the layers of a model
 def _packed(documents: Lengths, device: torch.device) -> dict[str, Any]:
     cu_q, cu_k = cumulative(documents, device)
     longest = (max(rows) for rows in zip(*documents, strict=True))

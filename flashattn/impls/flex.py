@@ -1,4 +1,4 @@
-"""FlexAttention, compiled: masks are block masks, softcap, ALiBi and bias its score_mod."""
+"""FlexAttention, compiled: masks become block masks; softcap, ALiBi and bias a score_mod."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _block_mask(band: Band, device: torch.device) -> BlockMask:
     return create_block_mask(seen, None, None, band.seq_q, band.seq_kv, device=device)
 
 
-@lru_cache(maxsize=4)  # to make it takes as long as attention
+@lru_cache(maxsize=4)  # making one takes as long as attention
 def _block_mask_of(bounds: Bounds, batch: int) -> BlockMask:
     from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415
 
@@ -55,7 +55,7 @@ def _block_mask_of(bounds: Bounds, batch: int) -> BlockMask:
 def _modify(
     softcap: float | None, alibi_slopes: torch.Tensor | None, query_offset: int
 ) -> Callable[..., torch.Tensor]:
-    """Return the score_mod of a softcap and of slopes."""
+    """Return a score_mod for softcap and ALiBi slopes."""
     batches = 0 if alibi_slopes is None else alibi_slopes.shape[0]
 
     def modify(
@@ -72,7 +72,7 @@ def _modify(
 def _biased(
     modify: Callable[..., torch.Tensor] | None, bias: torch.Tensor, seq_q: int
 ) -> Callable[..., torch.Tensor]:
-    """Return a score_mod with a bias besides; its gradient is summed by atomic additions."""
+    """Return a score_mod that also adds a bias; its gradient is summed by atomic additions."""
     several = [n > 1 for n in bias.shape]
 
     def biased(

@@ -1,7 +1,7 @@
-"""What people write before they know better, eager and compiled: naive, compiled.
+"""Naive attention in three lines of PyTorch, eager ("naive") and compiled ("compiled").
 
-Unlike the reference it makes no promise for rows that see no key and returns no logsumexp, so
-nothing is computed, or held for backward, that the three lines everybody writes would not.
+Unlike the reference it makes no promise for rows that see no key and returns no logsumexp. So it
+computes, and saves for backward, only what the usual three lines do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def naive_attention(
     bias: torch.Tensor | None = None,
     bounds: Bounds | None = None,
 ) -> torch.Tensor:
-    """Compute softmax(scale * q @ k.T + mask) @ v in three lines; arguments as the reference's."""
+    """Compute softmax(scale * q @ k.T + mask) @ v in three lines; arguments as in the reference."""
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -62,7 +62,7 @@ def _limits(problem: Problem, device: torch.device, *, name: str) -> str | None:
 
 
 def _three_lines(attend: Callable[[], AttentionFunction]) -> AttentionFunction:
-    """Return the implementation of what ``attend`` gives when it is called."""
+    """Return an implementation that calls the function which ``attend`` returns."""
 
     def call(
         q: torch.Tensor,

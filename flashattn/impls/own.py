@@ -1,4 +1,4 @@
-"""Ours: triton, hopper, tiled, reference."""
+"""Our own implementations: triton, hopper, tiled, reference."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from flashattn.reference import reference_attention
 from flashattn.registry import register
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-# Every mask, all that scores are made with, and the logsumexp.
+# Every mask, softcap, ALiBi, bias, sinks and the logsumexp.
 EVERYTHING: dict[str, Any] = {**MASKS_AND_SCORES, "sink": True, "lse": True}
 
 
 register(
     "triton",
     why_not=gpus.why_not,
-    fastest=lambda *_: {"family": "auto"},  # the plan knows both passes, and whose are faster
+    fastest=lambda *_: {"family": "auto"},  # the plan takes the faster kernels for each pass
     prepares=True,
     any_length=True,
     narrow_values=True,
@@ -36,7 +36,7 @@ register(
     "hopper",
     why_not=gpus.why_not_hopper,
     why_no_grad=partial(gpus.why_not_hopper, backward=True),
-    fastest=lambda *_: {"family": "auto"},  # as above; its gradients have an order to choose
+    fastest=lambda *_: {"family": "auto"},  # as above; ``deterministic`` is an option here
     prepares=True,
     any_length=True,
     narrow_values=True,
@@ -45,9 +45,10 @@ register(
 
 
 def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
-    """Leave to others on a CPU what is dense; of other masks only the tiles are computed.
+    """On a CPU, leave dense problems to others.
 
-    And no scores are held where these have more to them than PyTorch's own knows.
+    For windows and bounds, "tiled" computes only the visited tiles. With ALiBi or a bias it stores
+    no scores.
     """
     dense = problem.window == UNBOUNDED and not problem.by_rows and not problem.added
     return None if device.type == "cpu" and dense else {}

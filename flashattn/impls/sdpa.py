@@ -1,8 +1,8 @@
-"""PyTorch's own: scaled_dot_product_attention as it chooses, and each of its backends by name.
+"""PyTorch's scaled_dot_product_attention, with its own choice of backend or with one by name.
 
-The logsumexp is not public there. A window, packed documents, and a bottom-right mask that is not
-also top-left, are handed over as a boolean mask, which only the math and the memory-efficient
-backends take.
+Its logsumexp is not public. Windows, packed documents, and bottom-right masks that differ from
+top-left ones are passed as a boolean mask, which only the math and the memory-efficient backends
+take.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _added(
     """Return what PyTorch adds to the scores [B, H, T, S]: the bias, and -inf on hidden keys."""
     sizes, whole = (*q.shape[:3], k.shape[2]), (slice(0, q.shape[2]), slice(0, k.shape[2]))
     if bounds is None and mask == FULL and bias.dtype == q.dtype and not is_relative(bias):
-        # One number for all keys is repeated: the memory-efficient backend reads rows of them.
+        # A bias that is the same for all keys is repeated: the memory-efficient backend reads rows.
         rows = bias.expand(*bias.shape[:-1], sizes[-1])
         return (rows.contiguous() if bias.shape[-1] == 1 else rows).expand(sizes)
     added = Terms.of(q, k, bias=bias).added(q.new_zeros(()).expand(sizes), *whole)
@@ -68,17 +68,17 @@ def _sdpa(
     scale: float | None,
 ) -> torch.Tensor:
     if scale is not None and scale <= 0:
-        # The CPU's kernel multiplies its -inf mask by the scale: NaN at 0, +inf below (PyTorch
-        # 2.13).
+        # The CPU kernel multiplies its -inf mask by the scale: NaN at 0, +inf below 0
+        # (PyTorch 2.13).
         q, scale = q * scale, 1.0
-    # Branches, not expressions: a compiler for symbolic sizes must decide each of these.
+    # Branches, not expressions: with symbolic sizes torch.compile must decide each of these.
     options: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    # First, as "auto" on a CPU asks it at each call: making a mask costs the host more.
     if bias is not None:
         options["attn_mask"] = _added(q, k, Mask.of(causal, window), bounds, bias)
     elif bounds is not None:
         options["attn_mask"] = bounds.seen[:, None]
     elif window == UNBOUNDED and CORNERS[causal] == "top_left":
+        # "auto" on a CPU comes here at each call, and making a mask costs the host more.
         options["is_causal"] = True
     elif window != UNBOUNDED or CORNERS[causal]:
         band = Mask.of(causal, window).over(q.shape[2], k.shape[2])
@@ -96,7 +96,7 @@ def _sdpa(
 
 
 def _once(gradients: tuple[torch.Tensor | None, ...], _: object) -> None:
-    """Let a second derivative that PyTorch lacks be refused by our sentence, not by its own."""
+    """Raise our error, not PyTorch's, for a second derivative that PyTorch does not have."""
     for x in gradients:
         if x is not None and x.grad_fn is not None and x.grad_fn.name().endswith("NotImplemented"):
             x.grad_fn.register_prehook(_refuse)
@@ -160,7 +160,7 @@ def _limits(problem: Problem, device: torch.device, *, backend: str = "sdpa") ->
 
 
 def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
-    """Leave masks of their own on a CPU to others: with a mask tensor all scores are computed."""
+    """On a CPU, leave problems that need a mask tensor to others: it computes all scores."""
     masked = problem.window != UNBOUNDED or problem.by_rows or problem.bias != ""
     return None if device.type == "cpu" and masked else {}
 

@@ -1,4 +1,4 @@
-"""Drop-ins: the code that people already have runs on ours.
+"""Drop-in replacements: existing code that calls another attention API runs on our kernels.
 
-Each module imports its client only when used.
+Each module imports the library that it serves only when the module is used.
 """

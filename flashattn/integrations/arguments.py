@@ -1,4 +1,4 @@
-"""The arguments that flash-attn's functions share: checked under its names, and named as ours."""
+"""Check the arguments that flash-attn's functions share, and rename them for ``attention``."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ def keywords(
     return_lse: bool,
     **features: Any,
 ) -> dict[str, Any]:
-    """Check what is no tensor; return ``attention``'s keywords, and the mask as left and right.
+    """Check the other arguments than tensors; return the keywords of ``attention``.
+
+    The mask is returned as ``left`` and ``right``.
 
     Raises:
-        NotImplementedError: a feature that we lack is asked for.
-        ValueError: an argument that does not fit.
+        NotImplementedError: an unsupported feature is asked for.
+        ValueError: an argument does not fit.
     """
     on = {name: x for name, x in features.items() if x is not None and not _is_zero(x)}
     for name in on:
@@ -66,14 +68,14 @@ def _is_zero(x: object) -> bool:
 
 
 def check_shapes(tensors: dict[str, Any], layout: tuple[str, ...]) -> None:
-    """Check here what ``attention`` would describe in its own order of dimensions.
+    """Check shapes here, as ``attention`` would report them in its own order of dimensions.
 
     Args:
-        tensors: q, k and v by their names; v may have a width of its own.
-        layout: names of q's dimensions.
+        tensors: q, k and v by name; v may have another width than k.
+        layout: the names of q's dimensions.
 
     Raises:
-        ValueError: a tensor that does not fit.
+        ValueError: a tensor does not fit.
     """
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor) or x.ndim != len(layout):
@@ -88,10 +90,10 @@ def check_shapes(tensors: dict[str, Any], layout: tuple[str, ...]) -> None:
 
 
 def unpacked(name: str, x: object, count: int, layout: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return the tensors that are stacked before the last two dimensions, as views.
+    """Return views of the ``count`` tensors that x stacks before its last two dimensions.
 
     Raises:
-        ValueError: they are not ``count`` in number.
+        ValueError: x is not such a tensor.
     """
     if isinstance(x, torch.Tensor) and x.ndim == len(layout) + 1 and x.shape[-3] == count:
         return x.unbind(-3)
@@ -100,5 +102,5 @@ def unpacked(name: str, x: object, count: int, layout: tuple[str, ...]) -> tuple
 
 
 def shown(x: object) -> str:
-    """Return what a message says of an argument."""
+    """Return how an error message describes an argument."""
     return str(list(x.shape)) if isinstance(x, torch.Tensor) else type(x).__name__

@@ -24,16 +24,17 @@ def unpad_input(
     attention_mask: torch.Tensor,
     unused_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """Return the tokens that a mask shows, and where they are; the host waits for the mask.
+    """Return the tokens that a mask selects, and their indices; the host waits for the mask.
 
     Args:
         hidden_states: [batch, seqlen, ...].
         attention_mask: [batch, seqlen], bool or 0 and 1; which tokens are used.
-        unused_mask: likewise, which are kept, but not used.
+        unused_mask: likewise; which tokens are kept but not used.
 
     Returns:
-        The tokens [total, ...]; their rows [total] among batch * seqlen; cu_seqlens, int32
-        [batch + 1]; the longest sequence; and how many tokens of each are used, int32 [batch].
+        The tokens [total, ...]; their indices [total] in batch * seqlen; cu_seqlens, int32
+        [batch + 1]; the length of the longest sequence; and the number of tokens that are used in
+        each sequence, int32 [batch].
     """
     shown = attention_mask if unused_mask is None else attention_mask + unused_mask
     used, lengths = (x.sum(dim=-1, dtype=torch.int32) for x in (attention_mask, shown))
@@ -46,7 +47,7 @@ def unpad_input(
 def pad_input(
     hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
 ) -> torch.Tensor:
-    """Return tokens [total, ...] in their rows of [batch, seqlen, ...], 0 elsewhere."""
+    """Return [batch, seqlen, ...] with tokens [total, ...] in their rows, 0 elsewhere."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(
         0, (batch, seqlen)
     )

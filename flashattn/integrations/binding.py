@@ -1,4 +1,4 @@
-"""Our kernels for what PyTorch's attention operators are given, chosen once for each signature."""
+"""Choose our kernels for calls of PyTorch's attention operators, once for each signature."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from flashattn.plan.spec import Extras, Options, Signature, TensorSpec, signatur
 from flashattn.problem import Problem
 from flashattn.score import check_bias
 
-BOUND = 1024  # signatures that are kept: shapes that keep changing must not fill the memory
+BOUND = 1024  # cached signatures: shapes that keep changing must not fill the memory
 
 
 class UnsupportedError(Exception):
-    """Our kernels cannot solve it; PyTorch's own may."""
+    """Our kernels cannot solve a call; PyTorch's own may."""
 
 
 def leave(*reasons: object) -> None:
@@ -37,13 +37,13 @@ def leave(*reasons: object) -> None:
 def _options(
     given: tuple[Signature, ...], mask: Mask | None, scale: float | None, bias: Signature | None
 ) -> Options | None:
-    """Return what our kernels are asked, or None where they cannot.
+    """Return the ``Options`` of a call, or None if our kernels cannot solve it.
 
     Args:
         given: signatures of q [B, H, T, D], k [B, G, S, D] and v [B, G, S, Dv].
-        mask: which keys a query sees; None is bounds of rows, for one batch.
-        scale: factor on the scores; None is D ** -0.5.
-        bias: signature of what broadcasts to [B, H, T, S] and is added to scores, if there is one.
+        mask: which keys a query sees; None means bounds, for one batch.
+        scale: factor on the scores; None means D ** -0.5.
+        bias: signature of the bias, which broadcasts to [B, H, T, S], or None.
     """
     q, k, v = (TensorSpec(*x) for x in given)
     if len(q.shape) != len("BHTD") or not q.device == k.device == v.device:
@@ -55,7 +55,7 @@ def _options(
         asked = {"causal": mask.causal, "window": mask.window}
     added = None if bias is None else TensorSpec(*bias)
     try:
-        as_wide = k._replace(dtype=v.dtype)  # v, but for its width
+        as_wide = k._replace(dtype=v.dtype)  # v, with the width of k
         problem = Problem.of(q.meta, k.meta, as_wide.meta, **asked)
         problem = replace(problem, value_dim=v.shape[-1])
         if added is not None:
@@ -76,7 +76,7 @@ def _options(
 
 @lru_cache(BOUND)
 def _forward(given: tuple[Signature, ...], *asked: Any, precision: str) -> AttentionCall:
-    """Return our kernels for o and lse.
+    """Return the kernels that compute o and lse.
 
     Args:
         given: see ``_options``.
@@ -84,7 +84,7 @@ def _forward(given: tuple[Signature, ...], *asked: Any, precision: str) -> Atten
         precision: as ``input_precision`` returns it.
 
     Raises:
-        UnsupportedError: ours cannot.
+        UnsupportedError: our kernels cannot solve it.
     """
     options = _options(given, *asked)
     if options is None:
@@ -97,7 +97,7 @@ def _forward(given: tuple[Signature, ...], *asked: Any, precision: str) -> Atten
 def _backward(
     given: tuple[Signature, ...], *asked: Any, precision: str, bias_grad: bool
 ) -> Differentiate:
-    """Return our kernels for gradients of what is ``given``: q, k, v, grad_o, o and lse."""
+    """Return the backward kernels for the signatures of q, k, v, grad_o, o and lse."""
     options = _options(given[:3], *asked)
     if options is None:
         raise UnsupportedError
@@ -113,7 +113,7 @@ def _asked(mask: Mask | Bounds, scale: float | None, bias: Tensor | None) -> tup
 
 
 def _extras(mask: Mask | Bounds, bias: Tensor | None = None) -> Sequence[Tensor | None]:
-    """Return what kernels take besides q, k and v: bounds of rows, or a bias, or nothing."""
+    """Return the tensors that kernels take besides q, k and v: bounds, a bias, or none."""
     if not isinstance(mask, Mask):
         return Extras(*mask)
     return () if bias is None else Extras(bias=bias)
@@ -143,7 +143,7 @@ def differentiate(
     *,
     bias_grad: bool = False,
 ) -> Gradients:
-    """Return the gradients of q, k and v, laid out like these, and that of the bias if wanted.
+    """Return the gradients of q, k and v, laid out like them, and that of the bias if wanted.
 
     ``saved`` is q, k, v, o, lse.
     """
@@ -160,5 +160,5 @@ def differentiate(
 
 
 def _like(x: Tensor, pattern: Tensor) -> Tensor:
-    """Return x laid out as ``torch.empty_like(pattern)``, as our kernels do if rows are dense."""
+    """Return x laid out like ``torch.empty_like(pattern)``, as it is already if rows are dense."""
     return x if pattern.stride(-1) == 1 else torch.empty_like(pattern).copy_(x)

@@ -1,10 +1,10 @@
-"""Sharding rules: after ``register()`` the Triton and Hopper kernels attend to DTensors.
+"""Sharding rules: after ``register()`` the Triton and Hopper kernels accept DTensors.
 
-Batches and heads are problems of their own, so q, k and v that are sharded over dimension 0 or 1
-stay where they are, and so do their gradients: tensor parallelism needs no communication here.
-Grouped heads are sharded where the mesh divides both the heads of q and those of k and v. What is
-placed otherwise, over the sequence for example, DTensor redistributes first. ``attention`` takes
-DTensors by ``impl="triton"`` and ``"hopper"``, and on GPUs by "auto".
+Batches and heads are independent, so q, k and v that are sharded over dimension 0 or 1 stay where
+they are, and so do their gradients: tensor parallelism needs no communication here. Grouped heads
+are sharded if the mesh divides both the heads of q and those of k and v. Other placements, such as
+shards of the sequence, are first redistributed by DTensor. ``attention`` takes DTensors with
+``impl="triton"`` and ``"hopper"``, and on GPUs with "auto".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BOUNDS = ("key_bounds", "query_bounds")
 
 
 def register() -> None:
-    """Tell DTensor how the operators of ``flashattn`` are sharded."""
+    """Register the sharding rules of the ``flashattn`` operators with DTensor."""
     register_sharding(torch.ops.flashattn.forward.default)(_forward)
     register_sharding(torch.ops.flashattn.backward.default)(_backward)
     register_sharding(torch.ops.flashattn.document_bounds.default)(_document_bounds)
@@ -56,18 +56,18 @@ def _rule(
     grouped: tuple[Any, Any],
     learned: tuple[str, ...],
 ) -> Rule:
-    """Return how outputs are placed when inputs are, for each dimension of the mesh by itself.
+    """Return the possible placements of outputs and inputs along a single mesh dimension.
 
     Args:
-        inputs: what DTensor knows of each tensor, or None where there is none.
-        rest: likewise of ``Extras``, then further arguments of the operator.
-        outputs: how many there are that are placed as q.
-        grouped: those of the inputs that must keep their heads together.
-        learned: those of ``Extras`` whose gradients come behind the outputs.
+        inputs: the DTensor spec of each tensor, or None where there is none.
+        rest: likewise for ``Extras``, then the other arguments of the operator.
+        outputs: the number of outputs that are placed like q.
+        grouped: q and k; heads are sharded only if both numbers of heads are divisible.
+        learned: the fields of ``Extras`` whose gradients come after the outputs.
     """
     placed = [x.placements for x in inputs if x is not None]
     mesh = grouped[0].mesh
-    # A mesh dimension along which all inputs are alike keeps them so; each other may get the heads.
+    # Mesh dimensions along which all inputs are alike stay so; each of the others may shard heads.
     unlike = [i for i, kinds in enumerate(zip(*placed, strict=True)) if not _stays(kinds)]
     ways = math.prod(mesh.size(i) for i in unlike)
     divisible = all(x.shape[1] % ways == 0 for x in grouped)
@@ -84,21 +84,21 @@ def _rule(
 
 
 def _part(name: str, x: Any, kind: Placement) -> Placement:
-    """Return how one of ``Extras`` is placed where q is placed so: whole where it is for all."""
+    """Return the placement of one of ``Extras`` if q is placed as ``kind``."""
     whole = kind == HEADS and name in BOUNDS
     split = isinstance(kind, Shard) and not whole and x.shape[kind.dim] > 1
     return kind if split else Replicate()
 
 
 def _gradient(name: str, x: Any, kind: Placement) -> Placement:
-    """Return how the gradient of one of ``Extras`` is placed: a sum if all shards share it.
+    """Return the placement of the gradient of one of ``Extras``: a sum if all shards share it.
 
-    So is what has no elements where it is not wanted.
+    The same holds for a gradient that is not wanted and has no elements.
     """
     part = Replicate() if x is None else _part(name, x, kind)
     return Partial() if part != kind and x is not None else part
 
 
 def _stays(kinds: tuple[Any, ...]) -> bool:
-    """Return whether inputs placed so need no other placement."""
+    """Return whether inputs with these placements may stay as they are."""
     return set(kinds) in ({Replicate()}, {BATCH})

@@ -1,9 +1,9 @@
 """flash-attn's functions on our kernels: its names, argument order, defaults, layouts and results.
 
-``from flashattn.integrations.flash_attn import flash_attn_func`` takes the place of ``from
-flash_attn import flash_attn_func``. Positional arguments are those of flash-attn 2.8;
-``flash_attn_func`` and ``flash_attn_varlen_func`` take keywords of FlashAttention-4, too. Every
-argument that would change the result and that we lack raises NotImplementedError.
+``from flashattn.integrations.flash_attn import flash_attn_func`` replaces ``from flash_attn import
+flash_attn_func``. Positional arguments are those of flash-attn 2.8; ``flash_attn_func`` and
+``flash_attn_varlen_func`` also take keywords of FlashAttention-4. Unsupported arguments that would
+change the result raise NotImplementedError.
 
 Causal masks and windows are aligned at the bottom right, and both ends of a window are inclusive. A
 query that sees no key has softmax_lse = -inf, where flash-attn 2 has +inf.
@@ -67,35 +67,35 @@ def flash_attn_func(
     block_sparse_tensors: Any = None,
     return_lse: bool = False,
 ) -> Returned:
-    """Attend; tensors are read where they are, without a copy.
+    """Compute attention; the tensors are read in place, without a copy.
 
     Args:
-        q: [batch, seqlen_q, nheads, headdim]; fp32, fp16, bf16, on a CPU fp64, too.
+        q: [batch, seqlen_q, nheads, headdim]; fp32, fp16 or bf16, and on a CPU also fp64.
         k: [batch, seqlen_k, nheads_k, headdim]; nheads_k divides nheads.
-        v: [batch, seqlen_k, nheads_k, headdim_v], which is out's last size, too.
-        dropout_p: 0.0.
-        softmax_scale: factor on the scores; None is headdim ** -0.5.
+        v: [batch, seqlen_k, nheads_k, headdim_v]; headdim_v is also the last size of out.
+        dropout_p: must be 0.0.
+        softmax_scale: factor on the scores; None means headdim ** -0.5.
         causal: hide the keys after a query's own position, i + seqlen_k - seqlen_q.
-        window_size: (left, right), how many keys before and after its own position a query sees;
-            -1 or None is no bound. With ``causal``, right is 0.
-        softcap: bound on the scores, see ``attention``; 0.0 is none.
+        window_size: (left, right), the number of keys that a query sees before and after its own
+            position; -1 or None means no bound. With ``causal``, right is 0.
+        softcap: bound on the scores, see ``attention``; 0.0 means no bound.
         alibi_slopes: fp32 [nheads] or [batch, nheads], see ``attention``.
-        deterministic: whether gradients shall have the same bits every time.
+        deterministic: whether gradients must have the same bits every time.
         return_attn_probs: return (out, softmax_lse, S_dmask).
-        learnable_sink: [nheads], a logit of each head without a value; differentiable.
-        score_mod: None.
-        mask_mod: None.
-        block_sparse_tensors: None.
+        learnable_sink: [nheads], one extra logit per head without a value; differentiable.
+        score_mod: must be None.
+        mask_mod: must be None.
+        block_sparse_tensors: must be None.
         return_lse: return (out, softmax_lse), unless ``return_attn_probs`` asks for more.
 
     Returns:
         out [batch, seqlen_q, nheads, headdim], contiguous; softmax_lse [batch, nheads, seqlen_q] in
-        fp32, differentiable; S_dmask None, as it would be the score matrix, to show a dropout that
-        does not exist. A query that sees no key has out = 0.
+        fp32, differentiable; S_dmask is None: it would be the score matrix with its dropout, which
+        is not supported. A query that sees no key has out = 0.
 
     Raises:
-        NotImplementedError: an argument of flash-attn's that we lack; the message names it.
-        ValueError: an argument that does not fit.
+        NotImplementedError: an unsupported argument of flash-attn is set; the message names it.
+        ValueError: an argument does not fit.
     """
     how = keywords(
         softmax_scale, causal, window_size, deterministic, return_attn_probs or return_lse,
@@ -118,7 +118,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """Attend as ``flash_attn_func`` to kv [batch, seqlen_k, 2, nheads_k, headdim]."""
+    """Call ``flash_attn_func`` with k and v from kv [batch, seqlen_k, 2, nheads_k, headdim]."""
     k, v = unpacked("kv", kv, 2, DENSE)
     how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_func(q, k, v, *how, return_attn_probs)
@@ -135,7 +135,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """Attend as ``flash_attn_func`` to qkv [batch, seqlen, 3, nheads, headdim]."""
+    """Call ``flash_attn_func`` with q, k and v from qkv [batch, seqlen, 3, nheads, headdim]."""
     q, k, v = unpacked("qkv", qkv, 3, DENSE)
     how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_func(q, k, v, *how, return_attn_probs)
@@ -168,42 +168,42 @@ def flash_attn_varlen_func(
     block_sparse_tensors: Any = None,
     return_lse: bool = False,
 ) -> Returned:
-    """Attend within each of the documents that lie one behind the other.
+    """Compute attention within each of the packed documents.
 
-    Document i has the queries cu_seqlens_q[i] ... cu_seqlens_q[i + 1] - 1 and likewise the keys;
-    any may be empty. All are one launch, and the host does not wait for the GPU, where lengths are
-    not checked (see ``resolve.check_documents``). Tokens in no document, and those that are not
-    used, have out = 0, softmax_lse = -inf, and pass no gradient.
+    Document i has queries cu_seqlens_q[i] ... cu_seqlens_q[i + 1] - 1, and keys likewise; either
+    may be empty. All documents are one launch. On a GPU the host neither waits for the lengths nor
+    checks them (see ``resolve.check_documents``). Tokens in no document, and tokens that are not
+    used, have out = 0 and softmax_lse = -inf, and pass no gradient.
 
     Args:
         q: [total_q, nheads, headdim].
         k: [total_k, nheads_k, headdim].
         v: [total_k, nheads_k, headdim_v].
-        cu_seqlens_q: integers [documents + 1], from 0, never falling, up to total_q at most.
+        cu_seqlens_q: integers [documents + 1] from 0 to at most total_q that never decrease.
         cu_seqlens_k: likewise, up to total_k.
         max_seqlen_q: ignored.
         max_seqlen_k: ignored.
         dropout_p: see ``flash_attn_func``.
         softmax_scale: likewise.
-        causal: likewise, in each document by itself.
+        causal: likewise, within each document.
         window_size: likewise.
         softcap: likewise.
-        alibi_slopes: None.
-        deterministic: likewise.
+        alibi_slopes: must be None.
+        deterministic: see ``flash_attn_func``.
         return_attn_probs: likewise.
-        block_table: None.
-        seqused_q: integers [documents], how many queries of each document are used, the first ones;
-            the last of them stands at the last key that is used. None is all.
-        seqused_k: likewise of the keys.
-        page_table: None.
+        block_table: must be None.
+        seqused_q: integers [documents], the number of queries that are used in each document, from
+            its start; the last one is aligned with the last used key. None means all.
+        seqused_k: likewise for the keys.
+        page_table: must be None.
         learnable_sink: see ``flash_attn_func``.
-        score_mod: None.
-        mask_mod: None.
-        block_sparse_tensors: None.
+        score_mod: must be None.
+        mask_mod: must be None.
+        block_sparse_tensors: must be None.
         return_lse: see ``flash_attn_func``.
 
     Returns:
-        out [total_q, nheads, headdim], contiguous; softmax_lse [nheads, total_q]; S_dmask None.
+        out [total_q, nheads, headdim], contiguous; softmax_lse [nheads, total_q]; S_dmask is None.
 
     Raises:
         NotImplementedError: see ``flash_attn_func``.
@@ -238,7 +238,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """Attend as ``flash_attn_varlen_func`` to kv [total_k, 2, nheads_k, headdim]."""
+    """Call ``flash_attn_varlen_func`` with k and v from kv [total_k, 2, nheads_k, headdim]."""
     k, v = unpacked("kv", kv, 2, PACKED)
     how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_varlen_func(
@@ -259,7 +259,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """Attend as ``flash_attn_varlen_func`` to qkv [total, 3, nheads, headdim]."""
+    """Call ``flash_attn_varlen_func`` with q, k and v from qkv [total, 3, nheads, headdim]."""
     q, k, v = unpacked("qkv", qkv, 3, PACKED)
     how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_varlen_func(
@@ -272,7 +272,7 @@ def _attend(
 ) -> Pair:
     """Return out [B, T, H, D] and lse [B, H, T] or None; positions are aligned at the bottom right.
 
-    ``attention`` aligns a window so only with ``causal``; another is given as rows.
+    ``attention`` aligns a window there only with ``causal``, so other windows are given as rows.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     queries, keys = q.shape[2], k.shape[2]
@@ -285,7 +285,7 @@ def _attend(
         ends = Mask(left, right, "bottom_right").over(queries, keys).keys_of(t)
         options["mask"] = rows(*(x + torch.zeros_like(t) for x in ends))
     o, lse = _pair(attention(q, k, v, **options))
-    return o.transpose(1, 2).contiguous(), lse  # as it is where o lies as q does
+    return o.transpose(1, 2).contiguous(), lse  # no copy if o is laid out like q
 
 
 def _attend_packed(

@@ -1,4 +1,4 @@
-"""flash-attn's attention to a cache of keys and values, each sequence of which has a length."""
+"""flash-attn's attention to a key/value cache, in which each sequence has its own length."""
 
 from __future__ import annotations
 
@@ -33,32 +33,33 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Write new keys and values into a cache, in place, and attend to what is there then.
+    """Write new keys and values into a cache, in place, and then attend to the cache.
 
-    Query i of a sequence stands at key i + length - seqlen_q, where its length counts the new keys.
-    There are no gradients. Lengths lie on the device, and the host does not wait for them.
+    Query i of a sequence is aligned with key i + length - seqlen_q, where the length includes the
+    new keys. There are no gradients. Lengths stay on the device, and the host does not wait for
+    them.
 
     Args:
         q: [batch, seqlen_q, nheads, headdim].
-        k_cache: [batch_cache, seqlen_cache, nheads_k, headdim]; what is behind a length may be NaN.
+        k_cache: [batch_cache, seqlen_cache, nheads_k, headdim]; keys past a length may be NaN.
         v_cache: likewise.
-        k: [batch, seqlen_new, nheads_k, headdim], written behind ``cache_seqlens`` keys; or None.
+        k: [batch, seqlen_new, nheads_k, headdim], written after ``cache_seqlens`` keys; or None.
         v: likewise.
-        rotary_cos: None.
-        rotary_sin: None.
-        cache_seqlens: how many keys each sequence has before the new ones, an int or integers
-            [batch]; None is the whole cache.
-        cache_batch_idx: integers [batch], where in the cache each sequence lies; what is read is
-            copied then. None is its own number.
-        cache_leftpad: integers [batch], the first key of each sequence; None is 0.
-        block_table: None.
+        rotary_cos: must be None.
+        rotary_sin: must be None.
+        cache_seqlens: the number of keys of each sequence before the new ones, an int or integers
+            [batch]; None means the whole cache.
+        cache_batch_idx: integers [batch], the index of each sequence in the cache; sequences are
+            then copied. None means 0 ... batch - 1.
+        cache_leftpad: integers [batch], the first key of each sequence; None means 0.
+        block_table: must be None.
         softmax_scale: see ``flash_attn_func``.
         causal: likewise.
         window_size: likewise.
         softcap: likewise.
         rotary_interleaved: ignored, as nothing is rotated.
-        alibi_slopes: None.
-        num_splits: ignored: how many programs share the keys is for us to choose.
+        alibi_slopes: must be None.
+        num_splits: ignored; the number of splits of the keys is chosen automatically.
         return_softmax_lse: return (out, softmax_lse).
 
     Returns:
@@ -82,7 +83,7 @@ def flash_attn_with_kvcache(
     queries, keys, values = (x.transpose(1, 2) for x in (q, k_cache[sequences], v_cache[sequences]))
     window = how.pop("left"), how.pop("right")
     single, heads = q.shape[1] == 1 and q.shape[2] % keys.shape[1] == 0, queries.shape[1]
-    if single:  # heads that share keys are queries of one tile, which reads them once
+    if single:  # GQA packing: heads that share keys are queries of one tile
         queries = queries.reshape(len(q), keys.shape[1], -1, q.shape[3])
     sizes = q.shape[1], queries.shape[2] if single else 1, keys.shape[2]
 
@@ -107,7 +108,7 @@ def _placed(
     lengths: int | Tensor | None,
     sequences: Tensor | None,
 ) -> tuple[Tensor, int]:
-    """Write k and v behind the lengths; return these [batch], and how many keys are new."""
+    """Write k and v after the cached keys; return the old lengths [batch] and how many are new."""
     if (k is None) != (v is None):
         raise ValueError("v: wanted new values where there are new keys, and none where not")
     if k is not None and lengths is None:
@@ -137,15 +138,15 @@ def _rows(
     times: int,
     keys: int,
 ) -> RowMask:
-    """Return the mask of queries that end where their keys do, each of which comes so many times.
+    """Return the mask of queries of which the last is aligned with the last key.
 
     Args:
         ends: [batch], one past the last key of each sequence.
-        starts: [batch], the first one; None is 0.
-        window: (left, right), how many keys around its own position a query sees.
-        queries: of each sequence.
-        times: 1 where there is more than one query.
-        keys: of the cache.
+        starts: [batch], the first key; None means 0.
+        window: (left, right), the keys that a query sees before and after its own position.
+        queries: the number of queries of each sequence.
+        times: how often each query is repeated; 1 if there is more than one.
+        keys: the number of keys of the cache.
     """
     ends = ends.clamp(0, keys)[:, None]
     low = torch.zeros_like(ends) if starts is None else starts[:, None].to(ends.dtype)

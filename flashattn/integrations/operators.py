@@ -1,7 +1,8 @@
 """PyTorch's attention operators on our kernels, declared as in its native_functions.yaml.
 
-PyTorch's fake kernels promise how results lie, and compiled code asserts it: each operator returns
-its results as its fake kernel does. What our kernels cannot solve raises ``UnsupportedError``.
+PyTorch's fake kernels promise the layout of results, and compiled code asserts it, so each operator
+returns results in the layout of its fake kernel. Calls that our kernels cannot solve raise
+``UnsupportedError``.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ def _other_width(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def _pattern(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> Tensor:
-    """Return what is made alike in half of the time."""
+    """Return a cached tensor: ``empty_like`` of it takes half the time of ``empty``."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _unread(x: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Return the state of a random generator that nobody reads, as there is no dropout."""
+    """Return the state of a random generator, never read because there is no dropout."""
     return tuple([torch.empty_like(_pattern(dtype, x.device, shape)) for shape in shapes])
 
 
@@ -101,7 +102,7 @@ def _scaled_dot_product_cudnn_attention(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     leave(dropout_p, return_debug_mask, attn_bias is not None)
-    leave(_other_width(query, value) and 0 in query.stride())  # o is promised in another order
+    leave(_other_width(query, value) and 0 in query.stride())  # o has another promised order
     o, lse = attend(query, key, value, CAUSAL if is_causal else FULL, scale)
     seed, offset = _unread(query, torch.int64, (), ())
     return o, lse.unsqueeze(3), None, None, query.shape[2], key.shape[2], seed, offset, None
@@ -132,7 +133,7 @@ def _scaled_dot_product_cudnn_attention_backward(
 
 
 def _grouped(query: Tensor, key: Tensor) -> bool:
-    """Return whether heads share keys; the fake kernel of memory-efficient attention says no."""
+    """Return whether heads share keys, which memory-efficient attention's fake kernel rejects."""
     return query.shape[1] != key.shape[1]
 
 
@@ -183,7 +184,7 @@ def _scaled_dot_product_efficient_attention_backward(
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return x laid out as the memory-efficient kernel's gradient of a bias: rows of 16."""
+    """Return x laid out as the memory-efficient kernel's bias gradient: rows padded to 16."""
     padding = -x.shape[-1] % BIAS_ALIGNMENT
     return torch.nn.functional.pad(x, (0, padding))[..., : x.shape[-1]] if padding else x
 
@@ -208,10 +209,10 @@ def _flash_attention_forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Attend within documents, or with none to [B, T, H, D].
+    """Attend within packed documents, or without documents to [B, T, H, D].
 
-    ``max_q``, ``max_k`` and ``num_splits`` change nothing, but 1 split asks for the same bits
-    whatever the other documents are, which tiles across documents do not give.
+    ``max_q``, ``max_k`` and ``num_splits`` are ignored, except that 1 split asks for the same bits
+    whatever the other documents are. Our tiles span documents, so that is left to PyTorch.
     """
     leave(dropout_p, return_debug_mask, alibi_slopes is not None, block_table is not None)
     leave(cum_seq_q is None and seqused_k is not None, cum_seq_q is not None and num_splits == 1)
@@ -273,7 +274,7 @@ def _bounds(
     mask: Mask,
     seqused_k: Tensor | None = None,
 ) -> Bounds:
-    """Return the bounds of packed documents, each with a mask of its own."""
+    """Return the bounds of packed documents, with the mask applied within each."""
     if cum_seq_k is None:
         raise UnsupportedError
     return bounds_of_packed(
@@ -282,7 +283,7 @@ def _bounds(
 
 
 def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:
-    """Return the mask of FlashAttention's arguments, where a negative bound is none."""
+    """Return the mask of FlashAttention's arguments, where negative means no bound."""
     left, right = (None if x is None or x < 0 else x for x in (left, right))
     return Mask(left, 0 if is_causal else right, "bottom_right")
 

@@ -1,7 +1,7 @@
 """Packed documents as flash-attn and PyTorch describe them: tokens [total, heads, D] and lengths.
 
-They are one problem of batch 1 whose bounds are made on the device, so that the host waits for
-nothing and a CUDA graph may be replayed with other lengths.
+They become one problem of batch 1 whose bounds are computed on the device, so that the host does
+not wait and a CUDA graph may be replayed with other lengths.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ def bounds_of_packed(
     used: tuple[Used, Used] = (None, None),
     names: tuple[str, str] = CU_SEQLENS,
 ) -> Bounds:
-    """Return which keys each query sees.
+    """Return the bounds of packed documents.
 
     Args:
         q: [1, H, T, D].
         k: [1, G, S, D].
         lengths: cu_seqlens of the queries and of the keys, [N + 1].
-        mask: of each document by itself, over what is used of it.
-        used: how many queries and keys of each document are there, [N], the first ones.
-        names: of the lengths in messages.
+        mask: applies within each document, to its used queries and keys.
+        used: the numbers of queries and of keys that are used of each document, [N], from its
+            start; None means all.
+        names: the names of the lengths in error messages.
 
     Raises:
-        ValueError: lengths that do not fit (see ``resolve.check_documents``).
+        ValueError: the lengths do not fit (see ``resolve.check_documents``).
     """
     if used[0] is not None or used[1] is not None:
         cu = check_documents(lengths, q, k, names)
@@ -69,7 +70,7 @@ def _check_used(used: tuple[Used, Used], documents: int, device: torch.device) -
 
 
 def _in_parts(cu_q: Tensor, cu_k: Tensor, used_q: Used, used_k: Used) -> tuple[Tensor, Tensor]:
-    """Return lengths of three documents for each: what is used, the other queries, other keys."""
+    """Split each document into three: its used part, its other queries, its other keys."""
     to_q, to_k = _ends(cu_q, used_q), _ends(cu_k, used_k)
     of_q = torch.stack((cu_q[:-1], to_q, cu_q[1:]), dim=1).flatten()
     of_k = torch.stack((cu_k[:-1], to_k, to_k), dim=1).flatten()

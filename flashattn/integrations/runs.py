@@ -1,8 +1,8 @@
-"""Transformers' mask functions as runs of keys: in closed form, made on the device, never read.
+"""Transformers' mask functions as runs of keys: in closed form, on the device, never read.
 
-A mask of transformers is a function of the positions of a query and a key, built from a few by
-``and_masks``, and a 2-D tensor that hides padding. A function is known by its code: closures of
-each call are other objects.
+A mask in transformers is a function of the positions of a query and a key, composed of a few basic
+ones by ``and_masks``, and a 2-D tensor that hides padding. Functions are recognized by their code
+object, as every call makes new closures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as hf
 
-End = Tensor | None  # of a run; None is no bound
+End = Tensor | None  # of a run; None means no bound
 Run = tuple[End, End]
 
 
@@ -57,7 +57,7 @@ def _code(function: object) -> CodeType | None:
 _TENSOR = torch.zeros(1, 1, dtype=torch.int64)
 AND = _code(hf.and_masks(hf.causal_mask_function))
 PACKED = _code(hf.packed_sequence_mask_function(_TENSOR))
-# Of later releases than 5.17: positions are counted in each document.
+# In releases after 5.17: positions are counted within each document.
 REMAPPED = _code(
     hf.remap_positions_for_packed_sequence(hf.causal_mask_function, _TENSOR)
     if hasattr(hf, "remap_positions_for_packed_sequence")
@@ -74,15 +74,15 @@ KNOWN: dict[CodeType | None, Callable[..., Run]] = {
 
 
 class Part(NamedTuple):
-    """One of the functions that must all let a query see a key."""
+    """One basic function of a mask; a query sees a key if all of them allow it."""
 
-    run: Callable[..., Run]  # of its keys, from the positions of queries [B or 1, T] and ``values``
-    values: dict[str, Any]  # what the function closes over
-    positions: Tensor | None  # [B, T], in place of a token's number; None is that number
+    run: Callable[..., Run]  # maps positions of queries [B or 1, T] and ``values`` to runs of keys
+    values: dict[str, Any]  # the closure variables of the function
+    positions: Tensor | None  # [B, T], in place of token indices; None means the indices
 
     def rows(self, at: Tensor, first: int) -> Run:
         """Return the run of keys of queries at ``at`` [1, T], counted from key ``first``."""
-        # Positions count on by one in a document, so that keys are as far away as their positions.
+        # Positions increase by one in a document, so keys are as far apart as their positions.
         positions = at if self.positions is None else self.positions
         low, high = self.run(positions, **self.values)
         shift = at - positions - first
@@ -90,13 +90,13 @@ class Part(NamedTuple):
 
 
 def parts_of(function: object, *, aligned: bool) -> list[Part] | None:
-    """Return the functions that one of transformers' consists of, or None if one is not known.
+    """Return the basic functions of a transformers mask function, or None if one is not known.
 
-    torch.compile cannot read closures: only plain functions are known to it.
+    torch.compile cannot read closures, so under it only plain functions are known.
 
     Args:
-        function: of transformers' ``mask_function``.
-        aligned: whether query t is key t, as where documents are packed.
+        function: a ``mask_function`` of transformers.
+        aligned: whether query t is key t, as packed documents require.
     """
     if torch.compiler.is_compiling():
         plain = ((hf.causal_mask_function, _causal), (hf.bidirectional_mask_function, _full))
@@ -123,7 +123,7 @@ def _parts(function: object, positions: Tensor | None) -> Iterator[Part]:
 
 
 def _values(function: object) -> dict[str, Any]:
-    """Return what a function closes over, by name."""
+    """Return the closure variables of a function by name."""
     if not isinstance(function, FunctionType):
         raise KeyError
     cells = (cell.cell_contents for cell in function.__closure__ or ())
@@ -133,7 +133,7 @@ def _values(function: object) -> dict[str, Any]:
 def window_of(parts: list[Part]) -> tuple[int | None, int | None] | None:
     """Return (left, right) if all parts together are a window around a query, else None.
 
-    Source: ``sliding_window`` counts the query itself where it is causal, and does not otherwise.
+    In transformers, a causal ``sliding_window`` counts the query itself; a two-sided one does not.
     """
     lefts, rights = [], []
     for part in parts:
@@ -150,13 +150,13 @@ def window_of(parts: list[Part]) -> tuple[int | None, int | None] | None:
 
 
 def shown_by(padding: Tensor) -> tuple[Run, Tensor]:
-    """Return the run of keys [B, 1] that a 2-D mask shows of each sequence, (S, 0) if none.
+    """Return the run of keys [B, 1] that a 2-D mask shows in each sequence, (S, 0) if none.
 
     Args:
-        padding: bool [B, S], True for keys that are there.
+        padding: bool [B, S], True for keys that are shown.
 
     Returns:
-        The run; and a bool tensor, whether no hidden key lies between others.
+        The run, and a bool tensor: whether no key is hidden between shown ones.
     """
     s = torch.arange(padding.shape[1], device=padding.device)
     low = s.where(padding, len(s)).amin(1, keepdim=True)
@@ -166,7 +166,7 @@ def shown_by(padding: Tensor) -> tuple[Run, Tensor]:
 
 
 def meet(runs: list[Run], like: Tensor, seq_kv: int) -> tuple[Tensor, Tensor]:
-    """Return what all runs share, cut to keys 0 ... seq_kv - 1; like has their shape, [1, T]."""
+    """Return the intersection of all runs and keys 0 ... seq_kv - 1; ``like`` is [1, T]."""
     lows, highs = ([x for x in ends if x is not None] for ends in zip(*runs, strict=True))
     zeros = torch.zeros_like(like)
     low = reduce(torch.maximum, lows, zeros)

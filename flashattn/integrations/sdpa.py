@@ -1,13 +1,13 @@
 """PyTorch's attention on our kernels: SDPA's fused operators and those of ``varlen_attn``.
 
-Importing this module registers "flashattn" with ``torch.nn.attention``, beside "FA3" and "FA4", and
-changes nothing else; ``activate`` does. Then ``F.scaled_dot_product_attention``, ``varlen_attn``
-and all that is built on them (``torch.compile``, context parallelism, nested tensors) call us
-wherever they would have called FlashAttention, cuDNN or the memory-efficient kernel.
+Importing this module only registers "flashattn" with ``torch.nn.attention``, beside "FA3" and
+"FA4". After ``activate``, ``F.scaled_dot_product_attention``, ``varlen_attn`` and all that is built
+on them (``torch.compile``, context parallelism, nested tensors) use our kernels wherever they would
+have used FlashAttention, cuDNN or the memory-efficient kernel.
 
-What our kernels cannot solve goes on to PyTorch's own: dropout, values wider than keys, head
-dimensions above 256, ALiBi, paged caches; mask tensors where cuDNN is asked first; and narrower
-values in FlashAttention's operators, whose results PyTorch expects to be as wide as queries.
+PyTorch's own kernels still run what ours cannot: dropout, values wider than keys, head dimensions
+above 256, ALiBi, paged caches; mask tensors where PyTorch asks cuDNN first; and narrower values in
+FlashAttention's operators, whose results PyTorch expects to be as wide as queries.
 """
 
 from __future__ import annotations
@@ -34,30 +34,31 @@ NAMES = {"cuda": "flashattn", "cpu": "flashattn_cpu"}  # in torch.nn.attention, 
 
 
 def activate(device: str = "cuda") -> None:
-    """Let PyTorch's attention on ``device`` call our kernels until ``deactivate``.
+    """Make PyTorch's attention on ``device`` use our kernels until ``deactivate``.
 
-    It replaces what ``torch.nn.attention.activate_flash_attention_impl`` activated before, and on
-    CUDA is the same as ``activate_flash_attention_impl("flashattn")`` once this module is imported.
+    This replaces what ``torch.nn.attention.activate_flash_attention_impl`` activated before. On
+    CUDA it is the same as ``activate_flash_attention_impl("flashattn")`` after importing this
+    module.
 
     Args:
-        device: "cuda", or "cpu", where Triton interprets our kernels: for tests.
+        device: "cuda", or "cpu" for tests, where Triton interprets our kernels.
 
     Raises:
-        ValueError: another device.
+        ValueError: ``device`` is neither.
     """
     check_among("device", device, NAMES)
     activate_flash_attention_impl(NAMES[device])
 
 
 def deactivate() -> None:
-    """Give PyTorch's attention its own kernels back; do nothing if ours are not active."""
+    """Restore the kernels of PyTorch's attention; do nothing if ours are not active."""
     if current_flash_attention_impl() in NAMES.values():
         restore_flash_attention_impl()
 
 
 @contextmanager
 def enabled(device: str = "cuda") -> Iterator[None]:
-    """Activate, and restore at the end what was active before.
+    """Activate our kernels in a ``with`` block, then restore what was active before.
 
     Args:
         device: see ``activate``.
@@ -76,10 +77,10 @@ def enabled(device: str = "cuda") -> Iterator[None]:
 
 
 class _Overrides:
-    """What ``torch.nn.attention`` keeps while ours are active: they go with the library."""
+    """The handle that ``torch.nn.attention`` keeps while ours are active; it holds the library."""
 
     def __init__(self, device: str) -> None:
-        """Put ours before PyTorch's own, which they leave to what they cannot do."""
+        """Override PyTorch's kernels with ours, which call them for what ours cannot do."""
         key = device.upper()
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
@@ -91,7 +92,7 @@ class _Overrides:
                     self._library.impl(name, both, key, with_keyset=True, allow_override=True)
 
     def remove(self) -> None:
-        """Give back what was there before."""
+        """Restore the kernels that were there before."""
         self._library = None
 
 
@@ -112,7 +113,7 @@ def _ours_or(previous: Callable[..., Any], ours: Callable[..., Any]) -> Callable
         try:
             return ours(*args, **options)
         except UnsupportedError:
-            pass  # so that an error of the previous kernel is not told as a consequence
+            pass  # so that an error of the previous kernel is not chained to this one
         return previous(keys, *args, **options)
 
     return kernel

@@ -1,10 +1,11 @@
 """``attn_implementation="fattn"`` for the models of Hugging Face transformers.
 
 A model asks twice: once per forward pass for a mask, then in each layer for attention. Our mask is
-a ``KeyRanges``, a tensor without storage: causal masks, windows and full attention are a ``Call``,
-the keywords of one call of ``attention``; all others are the bounds of ``attention(mask=...)``.
-Neither is read by the host where transformers' mask function is known. What is no run of keys for
-each query is a boolean tensor, as transformers' own for PyTorch's SDPA, and becomes a bias.
+a ``KeyRanges``, a tensor without storage. It holds causal masks, windows and full attention as a
+``Call``, the keywords of one call of ``attention``, and all others as the bounds of
+``attention(mask=...)``. If transformers' mask function is known, the host reads neither. Where some
+query sees more than one run of keys, the mask is a boolean tensor, like transformers' own for
+PyTorch's SDPA, and becomes a bias.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from flashattn.integrations.runs import meet, parts_of, shown_by, window_of
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.masks import monotone, of_bounds, readable, runs_of
 
-MOST_PAIRS = 1 << 26  # of queries and keys, whose mask is evaluated at once: 64 MiB
+MOST_PAIRS = 1 << 26  # query-key pairs whose mask is evaluated at once: 64 MiB
 HOLES = "attention_mask hides keys between others: register(holes=True) takes such masks"
-# Keywords of a few models that change the answer, and why we do not take them.
+# Keywords of a few models that change the result, and why they are refused.
 REFUSED = {
     "block_indices": "block-sparse attention is not supported",
     "cache": "continuous batching (a paged cache) is not supported",
@@ -43,13 +44,14 @@ def register(name: str = "fattn", *, impl: str = "auto", holes: bool = False) ->
     """Make ``attn_implementation=name`` compute with ``flashattn.attention``.
 
     Args:
-        name: what models are loaded with. Registering a name again replaces it.
+        name: the ``attn_implementation`` of models. Registering a name again replaces it.
         impl: as in ``attention``.
-        holes: whether an ``attention_mask`` may hide tokens between others. On a GPU the host then
-            waits for each; without it such a mask stops the program by an assertion on the GPU.
+        holes: whether an ``attention_mask`` may hide tokens between others. If so, the host waits
+            for each mask on a GPU. If not, such a mask fails an assertion on the GPU, which stops
+            the program.
 
     Raises:
-        ValueError: the name contains "flash", which transformers takes for a kernel on its Hub.
+        ValueError: the name contains "flash"; transformers looks up such names on its Hub.
     """
     if "flash" in name:
         raise ValueError(f'name: wanted one without "flash", got {name!r}')
@@ -60,7 +62,7 @@ def register(name: str = "fattn", *, impl: str = "auto", holes: bool = False) ->
 class Call(NamedTuple):
     """A mask as a call of ``attention``: ``causal`` and ``window`` over the first ``keys`` keys.
 
-    ``keys=None`` is all: torch.compile compiles again for each other number.
+    ``keys=None`` means all keys: torch.compile compiles again for each other number.
     """
 
     causal: Causal
@@ -69,13 +71,13 @@ class Call(NamedTuple):
 
 
 class KeyRanges(torch.Tensor):
-    """A boolean mask [B, 1, T, S] of which each query sees one run of keys.
+    """A boolean mask [B, 1, T, S] under which each query sees one run of keys.
 
-    Operators that are applied to it get the boolean tensor.
+    Operators that are applied to it get the dense boolean tensor.
 
     Args:
         key_bounds: int32 [B or 1, T, 2], the first key that a query sees, and one past the last.
-        rest: the same mask as a call; or the other half of its ``Bounds``, of keys.
+        rest: the same mask as a ``Call``, or the other half of its ``Bounds``, that of the keys.
         size: (B, 1, T, S).
     """
 
@@ -128,7 +130,7 @@ class KeyRanges(torch.Tensor):
         size: tuple[int, ...],
         stride: tuple[int, ...],
     ) -> KeyRanges:
-        """Make it of these again."""
+        """Rebuild the mask from these."""
         del stride
         return KeyRanges(inner["key_bounds"], call or inner["query_bounds"], size)
 
@@ -162,9 +164,9 @@ def _make_mask(
 ) -> torch.Tensor:
     """Return the mask of queries at ``q_offset`` + t and keys at ``kv_offset`` + s.
 
-    Where the mask function is not known it is evaluated, and the host waits, unless it is traced,
-    or the offset of a single query lies on the device: then steps of a static cache shall share a
-    graph.
+    An unknown mask function is evaluated, and the host waits for the runs of keys. It does not wait
+    while traced, or for a single query whose offset is on the device, so that steps of a static
+    cache may share a graph: these get the boolean tensor.
     """
 
     def evaluate(start: int = 0, count: int = q_length) -> torch.Tensor:
@@ -199,7 +201,7 @@ def _make_mask(
         return evaluate()
     try:
         return _of_rows(*_evaluated(evaluate, size), size)
-    except ValueError:  # some query's keys are no run, or one before another's
+    except ValueError:  # a query's keys are not one run, or runs go back
         return evaluate()
 
 
@@ -211,7 +213,7 @@ def _of_rows(low: torch.Tensor, high: torch.Tensor, size: tuple[int, ...]) -> Ke
 def _take(
     attention_mask: torch.Tensor, kv_offset: int, keys: int, runs: list[Any], *, holes: bool
 ) -> bool:
-    """Add the keys that a 2-D mask shows to runs; return whether they are runs themselves."""
+    """Add the keys that a 2-D mask shows to ``runs``; return whether they have no holes."""
     shown = attention_mask[:, kv_offset : kv_offset + keys]
     run, intact = shown_by(pad(shown, (0, keys - shown.shape[1])))
     runs.append(run)
@@ -222,7 +224,7 @@ def _take(
 
 
 def _call_of(window: Window | None, q_length: int, kv_length: int, shift: int) -> Call | None:
-    """Return the call for a window around queries t that stand at keys t + shift."""
+    """Return the call for a window, or None; query t is aligned with key t + shift."""
     if window is None:
         return None
     left, right = window
@@ -240,7 +242,7 @@ def _evaluated(
     """Return (low, high) [B, T]: each query sees the keys low ... high - 1.
 
     Raises:
-        ValueError: the mask is none of rows (see ``masks.of``).
+        ValueError: the keys of a query are not one run (see ``masks.of``).
     """
     batch, _, q_length, kv_length = size
     step = max(1, MOST_PAIRS // max(1, batch * kv_length))
@@ -274,24 +276,24 @@ def _attend(
     """Compute attention as transformers' models call it.
 
     Args:
-        module: the layer; its ``is_causal`` counts where there is neither mask nor ``is_causal``.
+        module: the layer; its ``is_causal`` is used if there is neither mask nor ``is_causal``.
         query: [B, H, T, D].
         key: [B, G, S, D].
         value: [B, G, S, Dv].
-        attention_mask: what ``_make_mask`` returned, a model's own [B or 1, H or 1, T, S], boolean
-            or added to the scores, or None.
+        attention_mask: the result of ``_make_mask``; or a model's own [B or 1, H or 1, T, S],
+            boolean or added to the scores; or None.
         dropout: must be 0.
-        scaling: factor on the scores; None is D ** -0.5.
-        is_causal: see ``module``; top-left, and of a single query without effect.
-        sliding_window: where there is no mask, as flash-attn's (w - 1, w - 1).
-        softcap: cap of the scores.
-        s_aux: [H], a logit of each head that takes its share of the softmax and has no value.
+        scaling: factor on the scores; None means D ** -0.5.
+        is_causal: see ``module``; aligned at the top left, and without effect for a single query.
+        sliding_window: w; if there is no mask, a window like flash-attn's (w - 1, w - 1).
+        softcap: bound on the scores.
+        s_aux: [H], one extra logit per head that takes part in the softmax and has no value.
         position_bias: [B or 1, H or 1, T, S], added to the scores.
-        cu_seq_lens_q: integers [N + 1], where documents that are packed in a batch of 1 begin and
-            end: a query sees nothing of the others, whatever the mask.
-        cu_seq_lens_k: likewise of the keys; None is ``cu_seq_lens_q``.
+        cu_seq_lens_q: integers [N + 1], cumulative lengths of documents packed in a batch of 1; a
+            query sees no other document, whatever the mask.
+        cu_seq_lens_k: likewise for the keys; None means ``cu_seq_lens_q``.
         impl: as in ``attention``.
-        options: those of ``REFUSED`` must not be set; all others change nothing.
+        options: those in ``REFUSED`` must not be set; all others are ignored.
 
     Returns:
         o [B, T, H, Dv], and None in place of the attention weights.
@@ -321,21 +323,21 @@ def _attend(
 
 
 def _added(mask: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return what is added to the scores in place of a mask tensor, and of a bias."""
+    """Return one bias in place of a mask tensor and a bias."""
     if mask.dtype == torch.bool:
         mask = torch.zeros((), dtype=dtype, device=mask.device).where(mask, -torch.inf)
     return mask if bias is None else mask + bias
 
 
 def _asked(mask: KeyRanges) -> Call | Bounds:
-    """Return what ``attention`` takes; of a method torch.compile would see the result alone."""
+    """Return the mask as ``attention`` takes it; of a method torch.compile sees only the result."""
     if mask.query_bounds is not None:
         return Bounds(mask.key_bounds, mask.query_bounds)
     return cast("Call", mask.call)
 
 
 def _refuse(dropout: float, options: Mapping[str, object]) -> None:
-    """Refuse keywords that would change the answer."""
+    """Refuse keywords that would change the result."""
     for name in REFUSED.keys() & options.keys():
         if options[name] is not None and options[name] is not False:
             raise NotImplementedError(f"{name}: {REFUSED[name]}")
@@ -357,7 +359,7 @@ def _documents(
 
 
 def _call_without_mask(q_length: int, *, causal: bool, sliding_window: int | None) -> Call:
-    """Return the call of a layer that gets no mask, as transformers' own implementations do."""
+    """Return the call for a layer that gets no mask, as transformers' own implementations do."""
     corner: Causal = "bottom_right" if q_length == 1 else "top_left"
     side = None if sliding_window is None else sliding_window - 1
     return Call(causal and corner, (side, None if causal else side), None)

@@ -1,4 +1,4 @@
-"""Attention whose rows several ranks share: context parallelism on ``torch.distributed``."""
+"""Context parallelism on ``torch.distributed``: attention with its rows sharded over ranks."""
 
 from flashattn.parallel.api import attention
 from flashattn.parallel.placement import positions, shard, unshard

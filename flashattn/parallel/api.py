@@ -1,4 +1,4 @@
-"""attention(q, k, v, mesh=...): the rows of one attention shared by several ranks."""
+"""attention(q, k, v, mesh=...): attention with its rows sharded over several ranks."""
 
 from __future__ import annotations
 
@@ -58,45 +58,44 @@ def attention(
     precision: str = "auto",
     deterministic: bool = True,
 ) -> Output:
-    """Compute ``flashattn.attention`` of sequences whose rows are shared by the ranks of a mesh.
+    """Compute ``flashattn.attention`` of sequences whose rows are sharded over the ranks of a mesh.
 
     Every rank calls it with its own rows, in the order of ``shard``, and gets its rows of the
-    result. Masks mean what they mean for the whole sequences.
+    result. Masks apply to the whole sequences.
 
     Args:
-        q: [B, H, rows, D], this rank's rows, or [B, rows, D]; or DTensors, see below.
+        q: [B, H, rows, D], this rank's rows, or [B, rows, D]; or a DTensor, see Returns.
         k: [B, G, rows, D], likewise.
         v: [B, G, rows, Dv], likewise.
-        mesh: of one dimension, such as ``mesh["context"]`` of a larger one.
+        mesh: a mesh of one dimension, such as ``mesh["context"]`` of a larger one.
         placement: "zigzag" or "contiguous", see ``shard``.
-        length: T, or (T, S), of the whole sequences; None where each rank has the same number of
-            rows.
-        exchange: "keys" fetches what a rank's rows see of others' keys and values. "heads" gives
-            each rank all rows of some heads; W must divide H and G.
+        length: T, or (T, S), of the whole sequences; None if each rank has the same number of rows.
+        exchange: "keys" fetches the keys and values of other ranks that this rank's rows see.
+            "heads" gives each rank all rows of some heads; the number of ranks must divide H and G.
         keep: keep fetched keys for the backward, instead of fetching them again.
-        causal: see ``flashattn.attention``, as all that follows.
-        window: with a bound on both sides only keys in somebody's window are exchanged.
-        documents: likewise, of the whole sequences and the same on all ranks. If queries and keys
-            have the same, keys that ``window`` hides are not exchanged: say how long a document can
-            be, ``window=(longest, None)``.
-        mask: likewise.
+        causal: see ``flashattn.attention``, as for all arguments that follow.
+        window: likewise; with bounds on both sides, only keys inside some window are exchanged.
+        documents: likewise, for the whole sequences and the same on all ranks. If queries and keys
+            have the same documents, keys that ``window`` hides are not exchanged: pass the length
+            of the longest possible document as ``window=(longest, None)``.
+        mask: see ``flashattn.attention``.
         softcap: likewise.
         sink: likewise, the same on all ranks. Its gradient is that of this rank's rows (with
-            "heads", of its heads): add those of all ranks up.
-        scale: likewise.
+            "heads", of its heads): sum it over all ranks.
+        scale: see ``flashattn.attention``.
         return_lse: likewise.
-        impl: "auto", "triton", "hopper" or "tiled"; with ``exchange="heads"`` any.
-        precision: likewise.
+        impl: "auto", "triton", "hopper" or "tiled"; any with ``exchange="heads"``.
+        precision: see ``flashattn.attention``.
         deterministic: likewise.
 
     Returns:
-        o [B, H, rows, Dv], and with ``return_lse`` lse [B, H, rows]. DTensors that are sharded over
-        batches or heads along other dimensions of their mesh, or over rows along ``mesh``, give
-        DTensors placed like q.
+        o [B, H, rows, Dv], and with ``return_lse`` also lse [B, H, rows]. DTensors may be sharded
+        over rows along ``mesh``, and over batches or heads along other dimensions of their mesh;
+        the results are then DTensors placed like q.
 
     Raises:
-        ValueError: an argument that does not fit; the message names it.
-        NotImplementedError: on a second derivative.
+        ValueError: an argument does not fit; the message names it.
+        NotImplementedError: a second derivative is asked for.
 
     Source: Dubey et al., 2024, "The Llama 3 Herd of Models", section 3.3.2.
     """
@@ -126,10 +125,10 @@ def attention(
 
 
 class Where(NamedTuple):
-    """Which rows are whose."""
+    """Which rank has which rows."""
 
     group: GroupName  # name of the process group
-    rank: int  # this one
+    rank: int  # this rank
     placement: Placement  # of queries and keys
     seq_q: int  # T, of the whole sequence
     seq_kv: int  # S, likewise
@@ -143,10 +142,10 @@ class Where(NamedTuple):
         kind: str,
         length: int | tuple[int, int] | None,
     ) -> Where:
-        """Check that this rank has the rows that are its own.
+        """Check that this rank has the right number of rows.
 
         Raises:
-            ValueError: it has more or fewer; or the mesh or the placement is wrong.
+            ValueError: it has more or fewer, or the mesh or the placement is wrong.
         """
         placement, rank = Placement.over(mesh, kind), mesh.get_local_rank()
         if length is None:
@@ -162,17 +161,17 @@ class Where(NamedTuple):
         return cls(mesh.get_group().group_name, rank, placement, seq_q, seq_kv)
 
     def task(self, mask: Mask) -> Task:
-        """Return what to plan for under a mask."""
+        """Return the task to plan for under a mask."""
         return Task(mask, self.seq_q, self.seq_kv, self.placement)
 
 
 def _each(change: Callable[[torch.Tensor], torch.Tensor], result: Output) -> Output:
-    """Change o, or o and lse."""
+    """Apply a function to o, or to o and lse."""
     return (change(result[0]), change(result[1])) if isinstance(result, tuple) else change(result)
 
 
 def _autocast(q: torch.Tensor) -> tuple[torch.dtype, AbstractContextManager[Any]]:
-    """Return the dtype that autocast asks for, and what switches it off."""
+    """Return the dtype that autocast asks for, and a context that disables autocast."""
     kind = q.device.type
     if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
         return q.dtype, nullcontext()
@@ -221,10 +220,10 @@ def _by_keys(
 
 
 def _family(impl: str, problem: Problem, device: torch.device) -> str:
-    """Return which kernels compute the parts.
+    """Return the kernels that compute the parts.
 
     Raises:
-        ValueError: they cannot, or have no backward that takes o and lse of whole rows.
+        ValueError: they cannot solve the problem, or have no backward from o and lse of whole rows.
     """
     if impl == "auto":
         return (device.type == "cuda" and fastest_family(problem, device)) or keys.TILED
@@ -246,7 +245,7 @@ def _by_heads(
     """Return o and lse of this rank's rows.
 
     Raises:
-        ValueError: the ranks do not divide the heads.
+        ValueError: the number of ranks does not divide the numbers of heads.
     """
     group, rank, placement, world = *where[:3], where.placement.world
     for name, x in {"q": q, "k": k, "v": v}.items():
@@ -265,11 +264,11 @@ def _by_heads(
 def _of_dtensors(
     *tensors: torch.Tensor, mesh: DeviceMesh, length: Any, sink: Any, **how: Any
 ) -> Output:
-    """Attend with the local shards of q, k and v; what comes is placed like these.
+    """Attend with the local shards of q, k and v; the results are placed like these.
 
     Raises:
-        ValueError: they are placed in different ways, or in a way that shares more than batches,
-            heads and the rows of ``mesh``.
+        ValueError: their placements differ, or shard more than batches, heads and the rows along
+            ``mesh``.
     """
     shared = [x for x in tensors if isinstance(x, DTensor)]
     placed = {(x.device_mesh, x.placements) for x in shared}

@@ -1,12 +1,13 @@
-"""Keys and values fetched from other ranks, and their gradients given back.
+"""Fetch keys and values from other ranks, and return their gradients.
 
-What travels is [rows, B, G, 2 D], k beside v: ranks' rows lie one behind the other without a copy
-for each batch or head, and one collective moves both. Gradients travel in the dtype in which the
-kernels return them, and their owner adds them up in fp32, in the order of the ranks: that is a
-reduce-scatter in fp32 with half its bytes, and the same bits whatever algorithm NCCL picks.
+Keys and values are sent as [rows, B, G, 2 D], k beside v: the rows of the ranks are consecutive
+without a copy for each batch or head, and one collective moves both. Gradients are sent in the
+dtype in which the kernels return them, and their owner sums them in fp32, in the order of the
+ranks. This is a reduce-scatter in fp32 with half the bytes, and the same bits whatever algorithm
+NCCL picks.
 
-Collectives run on a side stream, so that kernels run meanwhile. A kernel whose programs stay until
-its end takes every SM, so it must not start before the collective does.
+Collectives run on a side stream, so that kernels run meanwhile. A persistent kernel takes every SM,
+so it must not start before the collective does.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 _SIDES: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
-_WORD = torch.int64  # what copies move at a time
-# Cycles that the main stream waits, 20 us on an H200: there a collective starts 15 us after what it
-# waits for, and a kernel of ours 2 us (docs/tuning-log.md).
+_WORD = torch.int64  # the unit of copies
+# Cycles that the main stream waits, 20 us on an H200. There a collective starts 15 us after the
+# work that it waits for, and a kernel of ours 2 us after (docs/tuning-log.md).
 _HEAD_START = 40_000
 
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """Queue what follows on a side stream, behind all that is queued so far.
+    """Queue the block on a side stream, after all that is queued so far.
 
-    Its memory comes from that stream's pool, which nobody else uses, and is used again only behind
-    all that was queued when it was freed; so no tensor needs ``record_stream``.
+    Its memory comes from the pool of that stream, which nothing else uses, and is reused only after
+    all that was queued when it was freed, so no tensor needs ``record_stream``.
     """
     if device.type != "cuda":
         yield
@@ -51,16 +52,17 @@ def beside(device: torch.device) -> Iterator[None]:
 
 
 def join(device: torch.device) -> None:
-    """Let the current stream wait for what was queued beside it."""
+    """Make the current stream wait for its side stream."""
     if device.type == "cuda":
         main = torch.cuda.current_stream(device)
         main.wait_stream(_SIDES[main])
 
 
 def _let_start(device: torch.device) -> None:
-    """Let the main stream wait for what is queued beside it, but not for what follows there.
+    """Make the main stream wait for the side stream so far, and a little longer.
 
-    What follows there takes its SMs before a kernel on the main stream takes them all.
+    So the collective that follows on the side stream takes its SMs before a kernel on the main
+    stream takes them all.
     """
     if device.type == "cuda":
         side = torch.cuda.current_stream(device)
@@ -71,7 +73,7 @@ def _let_start(device: torch.device) -> None:
 
 
 def copy_rows(x: torch.Tensor, y: torch.Tensor) -> None:
-    """Copy y to x, with dense rows, in words of 8 bytes where they lie so."""
+    """Copy y to x, both with dense rows, in words of 8 bytes if they are aligned."""
     if all(_in_words(z) for z in (x, y)):
         x, y = x.view(_WORD), y.view(_WORD)
     x.copy_(y)
@@ -99,11 +101,11 @@ def heads_first(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fetch(kv: torch.Tensor, plan: Plan, group: GroupName) -> torch.Tensor:
-    """Return the buffer of this rank [keys, B, G, 2 D].
+    """Fetch the buffer of this rank [keys, B, G, 2 D].
 
     Args:
         kv: this rank's own keys [rows, B, G, 2 D].
-        plan: of this rank.
+        plan: the plan of this rank.
         group: name of the process group.
     """
     if not plan.gathers:
@@ -118,13 +120,14 @@ def fetch(kv: torch.Tensor, plan: Plan, group: GroupName) -> torch.Tensor:
 
 
 def give_back(dkv: torch.Tensor, plan: Plan, group: GroupName) -> list[tuple[slice, torch.Tensor]]:
-    """Return gradients of this rank's own keys: which rows, and those [rows, B, G, 2 D].
+    """Send the gradients of the buffer to their owners; return those of this rank's own keys.
 
-    Each rank's come one after the other, in the order of the ranks; to be added up.
+    An entry is a slice of rows and their gradients [rows, B, G, 2 D]. The entries are in the order
+    of the ranks that sent them; the caller sums them.
 
     Args:
         dkv: gradients of the buffer [keys, B, G, 2 D].
-        plan: of this rank.
+        plan: the plan of this rank.
         group: name of the process group.
     """
     by_rank = sorted(plan.pieces, key=lambda piece: piece.rank)  # stable
@@ -146,7 +149,7 @@ def _all_to_all(
 
 
 def _joined(x: torch.Tensor, slices: list[slice]) -> torch.Tensor:
-    """Return rows of x one behind the other; without a copy where they lie so."""
+    """Return slices of x joined, without a copy if they are consecutive in x."""
     if all(a.stop == b.start for a, b in pairwise(slices)):
         return x[slices[0].start : slices[-1].stop] if slices else x[:0]
     return torch.cat([x[rows] for rows in slices])

@@ -1,6 +1,6 @@
-"""Each rank has all rows of some heads: exchanged before and after attention by all-to-all.
+"""Give each rank all rows of some heads, by an all-to-all before and after attention.
 
-(Jacobs et al., 2023, "DeepSpeed Ulysses".)
+Source: Jacobs et al., 2023, "DeepSpeed Ulysses".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def to_heads(x: torch.Tensor, length: int, placement: Placement, group: GroupNam
     Args:
         x: this rank's rows of all heads [B, H, rows, D].
         length: T.
-        placement: of the rows.
+        placement: the placement of the rows.
         group: name of the process group.
     """
     world, rows = placement.world, placement.lengths(length)
@@ -37,17 +37,17 @@ def to_heads(x: torch.Tensor, length: int, placement: Placement, group: GroupNam
 
 
 def to_rows(x: torch.Tensor, placement: Placement, rank: int, group: GroupName) -> torch.Tensor:
-    """Return this rank's rows of all heads [B, H, rows, D]; the inverse, differentiable.
+    """Return this rank's rows of all heads [B, H, rows, D], the inverse; differentiable.
 
     Args:
         x: all rows of this rank's heads [B, H / W, T, D].
-        placement: of the rows.
-        rank: this one.
+        placement: the placement of the rows.
+        rank: this rank.
         group: name of the process group.
     """
     length, world = x.shape[2], placement.world
     rows, chunks = placement.lengths(length), placement.chunks(length)
-    chunks.sort(key=lambda y: y.rank)  # stable: a rank's stay in order
+    chunks.sort(key=lambda y: y.rank)  # stable: the chunks of a rank stay in order
     by_rank = x.permute(2, 0, 1, 3)
     sent = torch.cat([by_rank[y.start : y.stop] for y in chunks])
     arrived = all_to_all_single_autograd(sent.contiguous(), [rows[rank]] * world, rows, group)

@@ -1,8 +1,8 @@
-"""Attention over rows that other ranks share: keys are fetched, parts merged by their logsumexp.
+"""Context-parallel attention that fetches keys, and merges partial results by their logsumexp.
 
-Two operators, which ``torch.compile`` keeps whole, with their collectives and streams. The backward
-needs o and lse of whole rows only: a part's weights are exp(S - lse), and gradients of parts add up
-(Liu et al., 2023, "Ring Attention with Blockwise Transformers").
+It has two operators, which ``torch.compile`` keeps whole, with their collectives and streams. The
+backward needs only o and lse of whole rows: the weights of a part are exp(S - lse), and gradients
+of parts add up (Liu et al., 2023, "Ring Attention with Blockwise Transformers").
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ Seen = Mask | Bounds
 TILED = "tiled"
 ALL = slice(None)
 
-# What both operators take beside rows: bounds of own keys and of the buffer, or none; where (group,
-# rank, placement), what (lengths of the whole, mask), how (see Kernels), and whether the fetched
-# keys are kept for the backward.
+# Arguments of both operators besides rows: bounds over own keys and the buffer, or none; where
+# (group, rank, placement); what (whole lengths, mask); how (see Kernels); whether to keep keys.
 _OPTIONS = (
     "Tensor[] bounds, str group, int rank, int world, str placement, SymInt seq_q, SymInt seq_kv,"
     " SymInt? left, SymInt? right, str corner, str family, float scale, float? softcap,"
@@ -49,11 +48,11 @@ _OPTIONS = (
 
 
 class Kernels(NamedTuple):
-    """What computes a part."""
+    """The kernels that compute a part, and their options."""
 
     family: str  # of our kernels, see ``plan.spec``, or "tiled", the algorithm in PyTorch
     scale: float  # factor on the scores
-    softcap: float | None  # bound on the scores; None is none
+    softcap: float | None  # bound on the scores; None means no bound
     precision: str  # see ``attention``
     deterministic: bool  # see ``attention``
 
@@ -81,7 +80,7 @@ class Kernels(NamedTuple):
         return o, lse.flatten(1, 2)
 
     def merge(self, o: torch.Tensor, lse: torch.Tensor, part: Outputs) -> None:
-        """Add a part's keys to o [B, H, T, D] and lse [B, H, T], in place."""
+        """Merge the result of a part into o [B, H, T, D] and lse [B, H, T], in place."""
         if self.family != TILED:
             from flashattn.kernels.portable import merge  # noqa: PLC0415 - it imports Triton
 
@@ -97,7 +96,7 @@ class Kernels(NamedTuple):
         """Return the gradients of q, k and v.
 
         Args:
-            grads: of o, and of lse or None.
+            grads: the gradients of o and lse; that of lse may be None.
             saved: q, k and v of the part, o and lse of whole rows.
             seen: which keys of the part these rows see.
         """
@@ -122,12 +121,12 @@ def _finite(
 
 
 class Given(NamedTuple):
-    """What an operator is given beside rows."""
+    """The arguments of an operator besides rows."""
 
     group: GroupName  # name of the process group
     plan: Plan  # of this rank
     kernels: Kernels  # for all parts
-    own: Seen | None  # which of its own keys this rank's rows see, if these come first
+    own: Seen | None  # which own keys this rank's rows see, if they come first
     rest: Bounds | None  # which keys of the buffer they see, if that is one part by bounds
     keep: bool  # whether fetched keys are kept
 
@@ -168,7 +167,7 @@ _LIBRARY.define(
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return o, lse, and the fetched keys, of which there are none unless they are kept."""
+    """Return o, lse, and the fetched keys, which are empty unless they are kept."""
     group, ours, kernels, own, rest, keep = Given.of(options)
     with beside(q.device):
         kv = fetch(rows_first(k, v), ours, group)
@@ -210,8 +209,8 @@ def _backward(
 ) -> Gradients:
     """Return the gradients of q, k and v.
 
-    Own keys are computed while others are fetched and while their gradients are given back: those
-    of half of the heads each, or, where nothing is fetched or there is one head, of all.
+    Own keys are computed during both exchanges: half of the heads while keys are fetched, and half
+    while gradients are returned. If nothing is fetched, or there is one head, all run at once.
     """
     name, ours, kernels, own, rest, keep = Given.of(options)
 
@@ -232,7 +231,7 @@ def _backward(
                 total[:, x] = found
 
     made = torch.empty_like if own is not None else torch.zeros_like
-    # One addition of each element rounds as it would in fp32.
+    # If each element is added to once, the sum rounds as it would in fp32.
     wide = k.dtype if ours.once else torch.promote_types(k.dtype, torch.float32)
     dq = torch.empty_like(q)
     totals = [made(k, dtype=wide) for _ in range(2)]

@@ -1,9 +1,10 @@
-"""Which rows of a sequence each rank has; tensors cut so, and put together again.
+"""Which rows of a sequence each rank has, and how to shard and unshard tensors accordingly.
 
-"contiguous" cuts a sequence into one chunk for each of W ranks. "zigzag" cuts it into 2 W and gives
-rank r the chunks r and 2 W - 1 - r, so that under a causal mask all have the same work (Dubey et
-al., 2024, "The Llama 3 Herd of Models", section 3.3.2). Chunks are as long as ``torch.chunk`` makes
-them, so the last may be shorter or empty, and "contiguous" is DTensor's ``Shard``.
+"contiguous" splits a sequence into one chunk for each of W ranks. "zigzag" splits it into 2 W and
+gives rank r chunks r and 2 W - 1 - r, so that all ranks have the same work under a causal mask
+(Dubey et al., 2024, "The Llama 3 Herd of Models", section 3.3.2). Chunks are as long as
+``torch.chunk`` makes them, so the last may be shorter or empty, and "contiguous" is DTensor's
+``Shard``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ KINDS = {"contiguous": 1, "zigzag": 2}  # chunks of a rank
 
 
 class Chunk(NamedTuple):
-    """Rows start ... stop - 1 of a sequence, which are the rows from ``at`` on of a rank."""
+    """Rows start ... stop - 1 of a sequence, which a rank has as its rows from ``at`` on."""
 
     rank: int
     start: int
@@ -28,12 +29,12 @@ class Chunk(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Its rows among those of its rank."""
+        """The rows of the chunk among those of its rank."""
         return slice(self.at, self.at + self.stop - self.start)
 
 
 class Placement(NamedTuple):
-    """A sequence cut for W ranks."""
+    """How a sequence is split over W ranks."""
 
     kind: str  # "contiguous" or "zigzag"
     world: int  # W
@@ -53,7 +54,7 @@ class Placement(NamedTuple):
         return cls(kind, mesh.size())
 
     def chunks(self, length: int) -> list[Chunk]:
-        """Return all chunks of a sequence in its order; some may be empty."""
+        """Return all chunks in the order of the sequence; some may be empty."""
         count = self.world * KINDS[self.kind]
         size, found, taken = -(-length // count), [], [0] * self.world
         for i in range(count):
@@ -74,11 +75,11 @@ class Placement(NamedTuple):
 def shard(
     x: torch.Tensor, mesh: DeviceMesh, *, dim: int, placement: str = "zigzag"
 ) -> torch.Tensor:
-    """Return this rank's rows of a tensor that it has whole; differentiable.
+    """Return this rank's rows of a whole tensor; differentiable.
 
     Args:
         x: any tensor.
-        mesh: of one dimension.
+        mesh: a mesh of one dimension.
         dim: the dimension of the sequence.
         placement: "zigzag" or "contiguous".
     """
@@ -95,9 +96,9 @@ def unshard(
 
     Args:
         x: this rank's rows, as ``shard`` returns them.
-        mesh: of one dimension.
+        mesh: a mesh of one dimension.
         dim: the dimension of the sequence.
-        length: that of the whole sequence.
+        length: the length of the whole sequence.
         placement: "zigzag" or "contiguous".
     """
     cut = Placement.over(mesh, placement)
@@ -113,11 +114,11 @@ def unshard(
 
 
 def positions(length: int, mesh: DeviceMesh, *, placement: str = "zigzag") -> torch.Tensor:
-    """Return the places of this rank's rows in the sequence, for RoPE: [rows], int64.
+    """Return the positions of this rank's rows in the sequence, for RoPE: [rows], int64.
 
     Args:
-        length: that of the whole sequence.
-        mesh: of one dimension.
+        length: the length of the whole sequence.
+        mesh: a mesh of one dimension.
         placement: "zigzag" or "contiguous".
     """
     where = torch.arange(length, device=mesh.device_type)

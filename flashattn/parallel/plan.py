@@ -1,16 +1,16 @@
 """What a rank computes and exchanges: a function of mask, lengths, placement and rank alone.
 
 Every rank can plan for every other, so nothing is negotiated. A rank's rows are runs of consecutive
-queries. Each run is a problem of its own against the keys that it sees (``seen_by``). These lie in
-a buffer, in the order of the sequence.
+queries. Each run is a separate problem over the keys that it sees (``seen_by``). These are in a
+buffer, in the order of the sequence.
 
-Where T = S and the mask is causal or full, a rank first attends from its own rows to its own keys.
-Both are in the order of the sequence, so the mask over them is causal or full, too. What it fetches
-meanwhile each run sees as a whole or not at all, so that no mask is left.
+If T = S and the mask is causal or full, a rank first attends from its own rows to its own keys.
+Both are in the order of the sequence, so the mask over them is also causal or full. Of the keys
+fetched meanwhile, each run sees a chunk entirely or not at all, so they need no mask.
 
-Documents and other masks of rows (``bounds``) are numbers on the device, which no plan knows: all
-rows are one run, over own keys first and then over the buffer. Both keep the order of the sequence,
-so what a query sees of them is one interval again, whose ends ``placed`` counts.
+Documents and other masks by rows (``bounds``) are on the device, unknown to the plan: all rows are
+one run, over own keys first and then over the buffer. Both keep the order of the sequence, so a
+query again sees one interval of them, whose ends ``placed`` counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some of a rank's keys: which of its own, and where they lie in a buffer and the sequence."""
+    """Some of a rank's keys: their rows there, and their places in a buffer and the sequence."""
 
     rank: int
     rows: slice
@@ -48,8 +48,8 @@ def size(rows: slice) -> int:
 def seen_by(mask: Mask, seq_q: int, seq_kv: int, rows: slice) -> tuple[slice, Mask]:
     """Return which keys consecutive queries see, and the mask of these queries over these keys.
 
-    This is the one place that knows what a mask is. Bounds count from the first row and the first
-    key, or in the bottom-right corner from the last ones, so that none is negative.
+    Only this function depends on what a mask is. Bounds count from the first row and the first key,
+    or for "bottom_right" from the last ones, so that none is negative.
     """
     band = mask.over(seq_q, seq_kv)
     low, high = band.keys_of(rows.start)[0], band.keys_of(rows.stop - 1)[1]
@@ -65,7 +65,7 @@ def seen_by(mask: Mask, seq_q: int, seq_kv: int, rows: slice) -> tuple[slice, Ma
 
 
 class Task(NamedTuple):
-    """A whole problem and where its rows lie."""
+    """A whole problem and the placement of its rows."""
 
     mask: Mask  # which keys a query sees; or may see, if bounds say the rest
     seq_q: int  # T
@@ -77,7 +77,7 @@ class Task(NamedTuple):
     def own(self) -> Mask | None:
         """The mask of a rank's rows over its own keys, where these come first; else None."""
         if self.by_rows:
-            return FULL  # but for the bounds
+            return FULL  # apart from the bounds
         band = self.mask.over(self.seq_q, self.seq_kv)
         if self.seq_q != self.seq_kv or band.left is not None or band.right not in (None, 0):
             return None
@@ -85,12 +85,12 @@ class Task(NamedTuple):
 
     @property
     def gathers(self) -> bool:
-        """Whether all keys go to all ranks; a window on both sides sends only what is seen."""
+        """Return whether all keys go to all ranks; a two-sided window sends only visible keys."""
         band = self.mask.over(self.seq_q, self.seq_kv)
         return band.left is None or band.right is None
 
     def runs(self, rank: int) -> list[Part]:
-        """Return the runs of a rank, their keys by their places in the sequence."""
+        """Return the runs of a rank, with their keys by position in the sequence."""
         own, found = None if self.by_rows else self.own, []
         if own == FULL:
             every = slice(0, self.placement.lengths(self.seq_q)[rank])
@@ -105,7 +105,7 @@ class Task(NamedTuple):
         return found
 
     def pieces(self, rank: int) -> list[Piece]:
-        """Return the buffer of a rank: what any of its runs sees, in the order of the sequence."""
+        """Return the buffer of a rank: all keys that its runs see, in the order of the sequence."""
         found, taken = [], 0
         wanted = _union([run.keys for run in self.runs(rank)])
         for chunk in self.placement.chunks(self.seq_kv):
@@ -138,28 +138,28 @@ class Plan:
 
     own: Mask | None  # see ``Task``
     gathers: bool  # see ``Task``
-    parts: list[Part]  # calls on the buffer, that with the most keys first
+    parts: list[Part]  # calls on the buffer, the one with the most keys first
     pieces: list[Piece]  # what the buffer consists of
     places: list[slice]  # where each piece lies in what arrives, by rank
-    most: int  # keys that any rank has, which each sends to all where all go to all
+    most: int  # the most keys of any rank: what each rank sends if it gathers
     sends: list[list[slice]]  # for each rank, which of this rank's keys are in that one's buffer
-    arriving: list[int]  # how many keys of the buffer are of each rank
-    leaving: list[int]  # how many of this rank's are in the buffer of each
-    own_pieces: list[Piece]  # this rank's keys, as pieces of themselves
+    arriving: list[int]  # number of keys in the buffer from each rank
+    leaving: list[int]  # number of this rank's keys in the buffer of each rank
+    own_pieces: list[Piece]  # this rank's own keys, as pieces
 
     @property
     def keys(self) -> int:
-        """Keys of the buffer."""
+        """The number of keys of the buffer."""
         return self.pieces[-1].keys.stop if self.pieces else 0
 
     @property
     def rows(self) -> int:
-        """Keys that this rank has."""
+        """The number of keys that this rank has."""
         return self.own_pieces[-1].keys.stop
 
     @property
     def once(self) -> bool:
-        """Whether each key of this rank is in one buffer at most."""
+        """Return whether each key of this rank is in at most one buffer."""
         rows = sorted((rows.start, rows.stop) for to_one in self.sends for rows in to_one)
         return all(stop <= start for (_, stop), (start, _) in pairwise(rows))
 
@@ -169,7 +169,7 @@ _MOST_PLANS = 1024  # lengths that keep changing must not fill the memory
 
 
 def plan(task: Task, rank: int) -> Plan:
-    """Return what a rank does of a task."""
+    """Return the plan of a rank for a task."""
     if (task, rank) not in _PLANS:
         if len(_PLANS) >= _MOST_PLANS:
             _PLANS.clear()
@@ -213,8 +213,8 @@ def _plan(task: Task, rank: int) -> Plan:
 
 
 def placed(keys: Any, pieces: list[Piece]) -> Any:
-    """Return how many keys of pieces come before some of the sequence, ints or a tensor."""
-    spans: list[list[int]] = []  # pieces that touch are one
+    """Return how many keys of the pieces come before given keys, an int or a tensor."""
+    spans: list[list[int]] = []  # adjacent pieces are joined
     for piece in pieces:
         if spans and spans[-1][1] == piece.start:
             spans[-1][1] += size(piece.rows)
@@ -231,7 +231,7 @@ def placed(keys: Any, pieces: list[Piece]) -> Any:
 
 
 def _places(pieces: list[Piece], arriving: list[int], gathers: bool) -> list[slice]:  # noqa: FBT001
-    """Return where pieces arrive: one behind the other, or among all that their rank has."""
+    """Return where pieces arrive: consecutively, or among all keys of their rank if it gathers."""
     starts, found = list(accumulate([0, *arriving])), []
     for piece in pieces:
         at = starts[piece.rank] + (piece.rows.start if gathers else 0)

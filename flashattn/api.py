@@ -122,10 +122,9 @@ def attention(
         return_lse: also return the natural-log logsumexp of each row of scores.
         impl: a name in ``flashattn.names()``, or "auto". On a GPU, "auto" takes our fastest
             implementation that can solve the problem: on an H100 or H200 "hopper" if there is
-            enough work. On a CPU, where ours are for study, it takes PyTorch's
-            scaled_dot_product_attention, "tiled" for a window, or the reference if these cannot.
-            A named implementation never falls back: it is an error if it cannot solve the problem,
-            or cannot differentiate it.
+            enough work. On a CPU, where ours are for study, it takes PyTorch's SDPA, "tiled" where
+            SDPA would need a mask tensor, or the reference if these cannot. A named implementation
+            never falls back: it is an error if it cannot solve or differentiate the problem.
         precision: how "triton" and "hopper" multiply fp32: "bf16x6", "tf32x3", "tf32", "ieee", or
             "auto", which means "tf32" if torch's setting for CUDA matrix products allows it, else
             "bf16x6". PyTorch implementations follow PyTorch's settings: under ``impl="auto"`` they

@@ -8,9 +8,7 @@ from flashattn.emulate.schedule import here
 class Barrier:
     """An mbarrier: the arrivals and bytes that its phase still waits for."""
 
-    def __init__(self) -> None:
-        """Start uninitialized."""
-        self.count = self.pending = self.bytes = self.phase = 0
+    count = pending = bytes = phase = 0
 
     def arrive(self, count: int = 1, expected: int = 0) -> None:
         """Count arrivals, and bytes to expect.
@@ -52,9 +50,7 @@ class Barriers:
 class NamedBarrier:
     """A named barrier of a program."""
 
-    def __init__(self) -> None:
-        """Start with no arrivals."""
-        self.came = self.phase = 0
+    came = phase = 0
 
     def arrive(self, threads: int) -> int:
         """Count the threads of the running warps, and return the phase in which they arrive.

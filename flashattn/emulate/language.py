@@ -17,7 +17,7 @@ bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
 int32, int64 = torch.int32, torch.int64
 static_range = range
 exp2, log2, permute, reshape = torch.exp2, torch.log2, torch.permute, torch.reshape
-store = Pointer.store
+store, sum = Pointer.store, torch.sum  # noqa: A001
 
 
 class Number(int):
@@ -63,6 +63,7 @@ for _name in ("add", "sub", "mul", "and", "or", "xor"):
     for _method in (f"__{_name}__", f"__r{_name}__"):
         setattr(Number, _method, _kept(getattr(int, _method)))
 Number.__neg__ = _kept(int.__neg__)  # type: ignore[method-assign]
+to_tensor = Number
 
 
 def _layout(*_: object) -> None:
@@ -76,11 +77,6 @@ NVMMASharedLayout = _layout
 def constexpr(x: Any) -> Any:
     """Return x unchanged."""
     return x
-
-
-def to_tensor(x: int) -> Number:
-    """Return x as a ``Number``."""
-    return Number(x)
 
 
 def static_assert(holds: bool) -> None:  # noqa: FBT001
@@ -136,11 +132,6 @@ def max(x: torch.Tensor, axis: int) -> Any:  # noqa: A001
     """Return the maximum along an axis."""
     result = x.amax(axis)
     return result if result.ndim else Number(result)
-
-
-def sum(x: torch.Tensor, axis: int) -> torch.Tensor:  # noqa: A001
-    """Return the sum along an axis."""
-    return x.sum(axis)
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:

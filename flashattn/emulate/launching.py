@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -24,19 +24,14 @@ from flashattn.kernels import execute
 from flashattn.plan.gpu import Gpu
 
 
+@dataclass
 class Program:
-    """A program of a launch.
+    """A program of a launch."""
 
-    Args:
-        number: id of the program.
-        count: number of programs of the launch.
-    """
-
-    def __init__(self, number: int, count: int) -> None:
-        """Start without shared memory."""
-        self.number, self.count = number, count
-        self.memory: list[Shared] = []
-        self.barriers = defaultdict[int, NamedBarrier](NamedBarrier)
+    number: int  # id of the program
+    count: int  # number of programs of the launch
+    memory: list[Shared] = field(default_factory=list)
+    barriers: dict[int, NamedBarrier] = field(default_factory=lambda: defaultdict(NamedBarrier))
 
 
 def run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,18 +14,13 @@ from flashattn.emulate.schedule import here
 POISON = float("nan")
 
 
+@dataclass(eq=False)
 class Shared:
-    """A tile in shared memory.
+    """A tile in shared memory."""
 
-    Args:
-        own: the contents that threads see.
-        outer: the contents that copies and products see.
-    """
-
-    def __init__(self, own: torch.Tensor, outer: torch.Tensor) -> None:
-        """Keep both."""
-        self.own, self.outer = own, outer
-        self._views: dict[Any, Shared] = {}
+    own: torch.Tensor  # the contents that threads see
+    outer: torch.Tensor  # the contents that copies and products see
+    _views: dict[Any, Shared] = field(default_factory=dict)
 
     @classmethod
     def allocate(cls, shape: Sequence[int], dtype: torch.dtype) -> Shared:
@@ -92,17 +88,12 @@ class Shared:
         return self.own.clone()
 
 
+@dataclass(eq=False)
 class Pointer:
-    """An address within a tensor.
+    """An address within a tensor."""
 
-    Args:
-        elements: the elements of the tensor, in one dimension.
-        at: index of the element; a tensor of indices for a tensor of pointers.
-    """
-
-    def __init__(self, elements: torch.Tensor, at: Any = 0) -> None:
-        """Point to an element."""
-        self.elements, self.at = elements, at
+    elements: torch.Tensor  # of the tensor, in one dimension
+    at: Any = 0  # index of the element; a tensor of indices for a tensor of pointers
 
     def __add__(self, other: Any) -> Pointer:
         """Return a pointer further on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,27 +13,22 @@ from flashattn.emulate.schedule import here
 from flashattn.kernels.constants import HIGH_BITS
 
 
+@dataclass(eq=False)
 class Product:
-    """A product in flight: code can only wait for it, or add further products to it.
+    """A product in flight: code can only wait for it, or add further products to it."""
 
-    Args:
-        a: [m, k], in registers or shared memory.
-        b: [k, n], in shared memory.
-        sum_: the accumulator, or None.
-    """
-
-    def __init__(self, a: torch.Tensor | Shared, b: Shared, sum_: Any) -> None:
-        """Compute nothing yet."""
-        self._a, self._b, self._sum = a, b, sum_
-        self.value: torch.Tensor | None = None
+    a: torch.Tensor | Shared  # [m, k], in registers or shared memory
+    b: Shared  # [k, n]
+    acc: Any  # the accumulator, or None
+    value: torch.Tensor | None = None
 
     def finish(self) -> None:
         """Compute the product, unless that was done."""
         if self.value is not None:
             return
-        a = self._a.outer if isinstance(self._a, Shared) else self._a
-        x = a.float() @ self._b.outer.float()
-        before = self._sum.value if isinstance(self._sum, Product) else self._sum
+        a = self.a.outer if isinstance(self.a, Shared) else self.a
+        x = a.float() @ self.b.outer.float()
+        before = self.acc.value if isinstance(self.acc, Product) else self.acc
         if before is not None:
             x = x + before
         self.value = x
@@ -72,9 +68,7 @@ def leading_bits(x: torch.Tensor, add: int) -> torch.Tensor:
     return bits.view(torch.float32)
 
 
-def pack(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return x, rounded; nothing is packed here."""
-    return x.to(dtype)
+pack, to_fp32 = torch.Tensor.to, torch.Tensor.float  # nothing is packed here
 
 
 def unpack(packed: torch.Tensor, dtype: torch.dtype, layout: object) -> torch.Tensor:
@@ -86,11 +80,6 @@ def unpack(packed: torch.Tensor, dtype: torch.dtype, layout: object) -> torch.Te
 def bits_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Reinterpret 16-bit numbers as another 16-bit dtype."""
     return x.contiguous().view(dtype)
-
-
-def to_fp32(x: torch.Tensor) -> torch.Tensor:
-    """Return 16-bit numbers in fp32."""
-    return x.float()
 
 
 def any_changes(factors: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+
+import torch
 
 from flashattn.emulate.barriers import Barrier
 from flashattn.emulate.memory import Descriptor, Pointer, Shared
@@ -24,44 +27,31 @@ def load_tile(descriptor: Descriptor, at: Sequence[int], barrier: Barrier, tile:
 
 
 class Store:
-    """A store in flight: it reads its tile, and later writes to memory.
+    """A store in flight: it reads its tile, and later writes to memory."""
 
-    Args:
-        descriptor: descriptor of the tensor.
-        at: coordinates of the first element.
-        tile: tile in shared memory.
-        add: whether to add to the tensor.
-    """
-
-    def __init__(
-        self, descriptor: Descriptor, at: Sequence[int], tile: Shared, *, add: bool
-    ) -> None:
-        """Start the store."""
-        self.read = self.written = False
-        self._descriptor, self._at, self._tile, self._add = descriptor, at, tile, add
-        self._schedule = here().schedule
-        self._schedule.later(self._read)
-        here().stores.append(self)
-
-    def _read(self) -> None:
-        self._x = self._tile.outer.reshape(self._descriptor.block_shape).clone()
-        self.read = True
-        self._schedule.later(self._write)
-
-    def _write(self) -> None:
-        x, place = self._descriptor.within(self._at)
-        x.copy_(x + self._x[place] if self._add else self._x[place])
-        self.written = True
+    read = written = False
 
 
-def store_tile(descriptor: Descriptor, at: Sequence[int], tile: Shared) -> None:
-    """Start storing a tile to memory."""
-    Store(descriptor, at, tile, add=False)
+def store_tile(
+    descriptor: Descriptor, at: Sequence[int], tile: Shared, *, add: bool = False
+) -> None:
+    """Start storing a tile to memory, or adding it."""
+    store, schedule = Store(), here().schedule
+
+    def read() -> None:
+        store.read = True
+        schedule.later(partial(write, tile.outer.reshape(descriptor.block_shape).clone()))
+
+    def write(x: torch.Tensor) -> None:
+        target, place = descriptor.within(at)
+        target.copy_(target + x[place] if add else x[place])
+        store.written = True
+
+    schedule.later(read)
+    here().stores.append(store)
 
 
-def add_tile(descriptor: Descriptor, at: Sequence[int], tile: Shared) -> None:
-    """Start adding a tile to memory."""
-    Store(descriptor, at, tile, add=True)
+add_tile = partial(store_tile, add=True)
 
 
 def store_wait(pending: int) -> None:

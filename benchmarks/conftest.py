@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from pytest_benchmark.fixture import BenchmarkFixture
 
 from flashattn.gate.plugin import Gate
 from flashattn.measure.device import sm_clock
 from flashattn.measure.roofline import measure_roofs
 from flashattn.measure.timing import Clock, DeviceBenchmark, clock_of
 from flashattn.problem import Problem
-from flashattn.registry import get
+from flashattn.registry import Impl, get
 from flashattn.report.gate import ROUNDS
 from flashattn.report.rows import ANY_ORDER
 from flashattn.report.runs import Run
@@ -23,18 +25,10 @@ from flashattn.testing import comparison, journal, kept, law, sweep
 from flashattn.testing.graph import Call, prepared
 from flashattn.testing.journal import STARTED
 from flashattn.testing.kept import HEADER, JOURNAL, MADE_BEFORE
-from flashattn.testing.sweep import DEVICE, IN_ANY_ORDER, study_and_name, sweep_name
+from flashattn.testing.sweep import DEVICE, IN_ANY_ORDER, Point, study_and_name, sweep_name
 from flashattn.testing.train_case import MODELS, Trained, costs, forget_models, problem_of
 from flashattn.testing.turns import turn_of
 from flashattn.testing.verifier import Verifier
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from pytest_benchmark.fixture import BenchmarkFixture
-
-    from flashattn.registry import Impl
-    from flashattn.testing.sweep import Point
 
 HERE = Path(__file__).parent
 # These loop in Python, hold all scores or compile every shape. Only bench_flash times them, one by

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from flashattn.gate.cases import CASES, SELFTEST, Case
 from flashattn.gate.pair import Pair, WorkerError, resolve, terminable
@@ -21,11 +22,6 @@ from flashattn.report.gate import (
     exit_status,
     table,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    import torch
 
 FEWEST_ROUNDS = 10  # with fewer, the 99% interval is the whole range
 # A sound gate may miss one slowdown in 25 on a noisy machine: three in a row is below 1e-4.

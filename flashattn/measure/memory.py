@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from flashattn.measure.profile import listening
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from flashattn.measure.profile import Edge
+from flashattn.measure.profile import Edge, listening
 
 T = TypeVar("T")
 

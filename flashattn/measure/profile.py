@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.autograd import DeviceType
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    Edge = Literal["start", "end"]
-    Listener = Callable[[str, Edge], object]
-
+Edge = Literal["start", "end"]
+Listener = Callable[[str, Edge], object]
 _LISTENERS: list[Listener] = []
 
 # The first pattern that matches a kernel's name decides.

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from flashattn.measure.timing import Clock, clock_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 WARM_CALLS, CALLS = 3, 10
 

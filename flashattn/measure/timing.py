@@ -12,16 +12,14 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from types import FrameType
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
 
 BUDGET = 0.25  # seconds to measure one case
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 100

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import quantiles
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
+from typing import Any
 
 Row = dict[str, Any]
 CASE = ("study", "name", "status")  # facts of every row

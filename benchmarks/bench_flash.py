@@ -61,10 +61,7 @@ FULL = [
 def in_passes(problems, together, any_order):
     """Return the problems by benchmark; timing both passes together adds little, so it gets few."""
     one_by_one = dict.fromkeys(("bench_forward", "bench_backward"), problems)
-    return one_by_one | {
-        "bench_forward_backward": together,
-        "bench_backward_any_order": any_order,
-    }
+    return one_by_one | {"bench_forward_backward": together, "bench_backward_any_order": any_order}
 
 
 SWEEPS = {

@@ -53,10 +53,7 @@ FORWARD = {
     ),
     96: (HopperTile(), HopperTile(own_o=False, stages=3)),
     128: (HopperTile(), HopperTile(own_o=False, stages=3)),
-    192: (
-        HopperTile(block_kv=64, own_o=False),
-        HopperTile(block_kv=64, own_o=False, stages=3),
-    ),
+    192: (HopperTile(block_kv=64, own_o=False), HopperTile(block_kv=64, own_o=False, stages=3)),
     256: (HopperTile(block_kv=64, own_o=False),),
 }
 

@@ -35,12 +35,7 @@ class Warps(greenlet):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        name: str,
-        body: Callable[[], object],
-        program: Any,
-        threads: int,
+        self, schedule: Schedule, name: str, body: Callable[[], object], program: Any, threads: int
     ) -> None:
         """Wait for the first turn."""
         super().__init__(parent=schedule.runner)  # resumes when these end, and gets their error

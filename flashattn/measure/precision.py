@@ -11,12 +11,7 @@ POINTS = 100  # points of a curve
 
 
 def partial_sums(
-    value: float,
-    count: int,
-    *,
-    accumulator: torch.dtype,
-    addend: torch.dtype,
-    cast: str = "none",
+    value: float, count: int, *, accumulator: torch.dtype, addend: torch.dtype, cast: str = "none"
 ) -> list[tuple[int, float]]:
     """Add ``value``, rounded once to the dtype ``addend``, to an accumulator ``count`` times.
 

@@ -95,11 +95,7 @@ def _model(**where: Any) -> dict[str, Any]:
 
 
 EXCERPTS: dict[str, Excerpt] = {
-    "speed": _speeds(
-        {"cuDNN": CUDNN, "FA-4": FA4},
-        seq_q=16384,
-        head_dim=(64, 128, 256),
-    ),
+    "speed": _speeds({"cuDNN": CUDNN, "FA-4": FA4}, seq_q=16384, head_dim=(64, 128, 256)),
     "speeds": _speeds(PEERS, seq_q=(4096, 16384), head_dim=(64, 128, 192, 256)),
     "gaps": Excerpt(
         study="flash",

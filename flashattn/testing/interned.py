@@ -16,14 +16,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorDescHandle, TensorHandle
 
 from flashattn.problem import ALIGNMENT
-from flashattn.testing.operators import (
-    CASTS,
-    NAMES,
-    fast_cast,
-    fast_dot,
-    fast_index,
-    fast_operator,
-)
+from flashattn.testing.operators import CASTS, NAMES, fast_cast, fast_dot, fast_index, fast_operator
 
 # None of these has a public name.
 _SEMANTIC = TritonSemantic(interpreter.interpreter_builder)

@@ -24,7 +24,7 @@ from flashattn.measure.timing import HostTime
 from flashattn.problem import Problem
 from flashattn.registry import Impl
 from flashattn.report.studies.integrations import ACTIVATED, FATTN, LENGTHS
-from flashattn.testing.graph import Graph
+from flashattn.testing.graph import prepared
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.sweep import grid
 from flashattn.testing.verifier import Verifier
@@ -103,17 +103,10 @@ def plain(q, k, v, *, causal, scale=None):
     )
 
 
-ENTRIES = {ACTIVATED: plain, "attention": attention, "sdpa": plain}
-
-
-def call_of(name, problem, device, passes):
-    """Return an implementation, a callable that runs a pass of it, and the names of the results."""
-    impl = Impl(name=name, call=ENTRIES[name], limits=lambda *_: None)
-    if passes == "forward":
-        inputs, scale = make_inputs(problem, device=device), problem.head_dim**-0.5
-        return impl, lambda: impl(*inputs, **problem.keywords, scale=scale)[:1], ["o"]
-    graph = Graph(impl, problem, device)
-    return impl, partial(graph.backward, *graph.forward()), graph.grads
+ENTRIES = {
+    name: Impl(name=name, call=call, limits=lambda *_: None)
+    for name, call in {ACTIVATED: plain, "attention": attention, "sdpa": plain}.items()
+}
 
 
 @pytest.fixture
@@ -134,25 +127,24 @@ def bench_device(device_benchmark, case, facts, device, kernels):
     problem, passes = Problem.parse(case.problem), facts["pass"]
     facts["part"] = "device"
     with kernels():
-        impl, call, names = call_of(case.attention, problem, device, passes)
-        verifier = Verifier(impl, problem, device, facts)
+        verifier = Verifier(ENTRIES[case.attention], problem, device, facts)
         verifier.admit(passes)
-        got = dict(zip(names, call(), strict=True))
+        (call, _), got = prepared(passes, ENTRIES[case.attention], problem, device)
         try:
             verifier.check(**got)
         except AssertionError as error:
             if case.attention != "sdpa":
                 raise
             pytest.xfail(str(error))
-        ours = call_of("attention", problem, device, passes)[1]()
-        facts["same_bits"] = all(map(torch.equal, got.values(), ours))
+        _, ours = prepared(passes, ENTRIES["attention"], problem, device)
+        facts["same_bits"] = all(torch.equal(x, ours[n]) for n, x in got.items() if x is not None)
         device_benchmark.time(call)
 
 
 def bench_host(device_benchmark, case, facts, device, kernels):
     """Time the host in a call so small that the device finishes first."""
     facts["part"] = "host"
-    problem, run = Problem.parse(case.problem), partial(ENTRIES[case.attention], causal=True)
+    problem, run = Problem.parse(case.problem), partial(ENTRIES[case.attention].call, causal=True)
     inputs, (grad_o, _) = make_inputs(problem, device=device), make_grads(problem, device=device)
     call = partial(run, *inputs)
     if facts["pass"] != "forward":

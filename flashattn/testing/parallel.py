@@ -34,14 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: looks at a clock, so other workers wait")
     config.addinivalue_line("markers", "gpu_memory: wants much of a GPU's memory, so one at a time")
     if hasattr(config, "workerinput") and ON_GPU and torch.version.cuda:
-        _sleep_while_waiting()
-
-
-def _sleep_while_waiting() -> None:
-    """Leave the core to other workers while waiting for the GPU; CUDA's default is to spin."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-    cuda.cuInit(0)
-    cuda.cuDevicePrimaryCtxSetFlags_v2(0, CU_CTX_SCHED_BLOCKING_SYNC)
+        cuda = ctypes.CDLL("libcuda.so.1")  # by default CUDA spins while it waits
+        cuda.cuInit(0)
+        cuda.cuDevicePrimaryCtxSetFlags_v2(0, CU_CTX_SCHED_BLOCKING_SYNC)
 
 
 @pytest.hookimpl(tryfirst=True)

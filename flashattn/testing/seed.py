@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from unittest.mock import patch
 
 import pytest
 
@@ -20,14 +20,9 @@ def chance(*names: object) -> random.Random:
     return random.Random(f"{Seed.value} {names}")  # noqa: S311 - no secret
 
 
-@contextmanager
-def alike() -> Iterator[None]:
+def alike() -> AbstractContextManager[object]:
     """Draw the same in every run, as for peers: else one might fail in one run and not the next."""
-    before, Seed.value = Seed.value, 0
-    try:
-        yield
-    finally:
-        Seed.value = before
+    return patch.object(Seed, "value", 0)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -68,7 +68,8 @@ class Verdicts:
             error = call.excinfo and call.excinfo.value
             # Hypothesis may raise a group of several.
             causes: Iterable[Any] = getattr(error, "exceptions", (error,))
-            samples = [_plain(cause.sample) for cause in causes if hasattr(cause, "sample")]
+            failing = [cause.sample for cause in causes if hasattr(cause, "sample")]
+            samples = [asdict(sample) | {"device": str(sample.device)} for sample in failing]
             report.user_properties.append(("asked", {"impl": impl.name, "samples": samples}))
         return report
 
@@ -85,7 +86,10 @@ class Verdicts:
         verdict.examples += told.get("examples", 1)
         if report.failed:
             verdict.failed.append(report.nodeid)
-            verdict.samples += _samples(told["asked"]["samples"])
+            verdict.samples += [
+                Sample(**facts | {"problem": Problem(**facts["problem"])})
+                for facts in told["asked"]["samples"]
+            ]
 
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
@@ -98,11 +102,3 @@ class Verdicts:
             if verdict.failed:
                 terminalreporter.section(f"{name}: what fails, made small")
                 terminalreporter.write_line("\n".join(verdict.small()))
-
-
-def _plain(sample: Sample) -> dict[str, Any]:
-    return asdict(sample) | {"device": str(sample.device)}
-
-
-def _samples(plain: Iterable[dict[str, Any]]) -> list[Sample]:
-    return [Sample(**facts | {"problem": Problem(**facts["problem"])}) for facts in plain]

@@ -309,10 +309,9 @@ def compiled_kernel(variant: Variant | HopperVariant) -> Any:
         Exception: whatever Triton's compiler raises.
     """
     if triton.knobs.runtime.interpret:
-        msg = (
+        raise RuntimeError(
             "wanted a process without TRITON_INTERPRET=1: an interpreted kernel cannot be compiled"
         )
-        raise RuntimeError(msg)
     source = source_of(variant)
     with_stable_key(source.fn)
     return triton.compile(source, target=_target(variant), options=variant.options)

@@ -26,19 +26,12 @@ Compute = Callable[[Any, Any], Any]
 
 
 class Plan(NamedTuple):
-    """How to compute an operator for two types.
+    """How to compute an operator for two types."""
 
-    Args:
-        casts: the dtype that each operand is cast to, or None.
-        compute: returns the numbers, or None if Triton's own operator has to compute them.
-        dtype: the dtype of the result's handle.
-        type: the type of the result.
-    """
-
-    casts: tuple[Any, Any]
-    compute: Compute
-    dtype: Any
-    type: Any
+    casts: tuple[Any, Any]  # the dtype that each operand is cast to, or None
+    compute: Compute  # returns the numbers, or None if Triton's own operator has to compute them
+    dtype: Any  # of the result's handle
+    type: Any  # of the result
 
 
 def _in_32_bits(exact: Compute, many: Compute) -> Compute:

@@ -100,5 +100,4 @@ def guard(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     what += [f"the memory around an output of shape {list(x.shape)}" for x in made]
     for said, is_sound in zip(what, torch.stack(sound).tolist(), strict=True):
         if not is_sound:
-            msg = f"{said} was written to"
-            raise AssertionError(msg)
+            raise AssertionError(f"{said} was written to")

@@ -59,8 +59,7 @@ def _part(text: str) -> tuple[int, int]:
     """
     index, slash, parts = text.partition("/")
     if not (slash and index.isdecimal() and parts.isdecimal() and 1 <= int(index) <= int(parts)):
-        msg = f"wanted I/N with I from 1 to N, as in 1/8, got {text!r}"
-        raise argparse.ArgumentTypeError(msg)
+        raise argparse.ArgumentTypeError(f"wanted I/N with I from 1 to N, as in 1/8, got {text!r}")
     return int(index), int(parts)
 
 

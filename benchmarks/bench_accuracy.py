@@ -3,8 +3,6 @@
 The times in this study are those of the checks, not speeds of the implementations.
 """
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

@@ -4,8 +4,6 @@ Naive attention saves N x N numbers for backward, so its memory grows as N ** 2.
 tiled algorithm grows as N.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from flashattn.measure.memory import allocated_bytes, held_bytes, peak_bytes

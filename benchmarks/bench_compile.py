@@ -3,8 +3,6 @@
 Each case runs eager, then compiled, so that the machine is in the same state for both.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from functools import partial
 from statistics import median

@@ -5,8 +5,6 @@ the FlashAttention papers; one causal head of one sequence, which shows short ro
 and one causal head of eight sequences in fp32.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

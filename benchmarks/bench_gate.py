@@ -13,8 +13,6 @@ Exit status:
     13 (without the gate): a limit of --benchmark-compare-fail is within the noise of the runs.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from flashattn.gate.plugin import FAILED, UNSETTLED

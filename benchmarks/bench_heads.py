@@ -5,8 +5,6 @@ sharded over GPUs, have more keys than queries and no mask. Decoding has one que
 bound is the time to read the keys and values at the bandwidth of a copy.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

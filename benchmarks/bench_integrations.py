@@ -4,8 +4,6 @@ The models have the shapes of real ones, but few layers and random weights; a st
 backward. The rows of a model differ only in ``attn_implementation``.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ The problem is so small that the device finishes long before the host, so the ti
 Python, checks and launches.
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import torch

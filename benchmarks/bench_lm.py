@@ -5,8 +5,6 @@ attention and ours. At long contexts, where attention is most of a step, blocks 
 Those steps run only eager, because compiling them takes longer than measuring them.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 Bounds, block masks and bool masks are created once, before timing starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

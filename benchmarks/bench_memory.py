@@ -1,7 +1,5 @@
 """Memory of a step: measured and predicted peaks, and the allocator's timeline."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from flashattn.measure.memory import held_bytes, peak_bytes, record

@@ -6,8 +6,6 @@ measures on 1, 2, 4 and 8 GPUs, up to the number available. On a CPU it uses glo
 processes, which shows only that it runs. Every result is verified before it is timed.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

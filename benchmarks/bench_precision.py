@@ -3,8 +3,6 @@
 All cases take milliseconds, so every sweep has all of them.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

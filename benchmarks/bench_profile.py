@@ -1,7 +1,5 @@
 """Device time of a step by kernel and by category, and of naive attention's three parts."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import torch

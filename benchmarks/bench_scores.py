@@ -4,8 +4,6 @@ Slopes, biases and sinks are created once, before timing starts. PyTorch's SDPA 
 ``attn_mask``; a relative bias is expanded in each call. SDPA has no softcap, ALiBi or sinks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

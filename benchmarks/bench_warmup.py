@@ -1,7 +1,5 @@
 """The effect of warm-up: steps after 0, 1, 2 and 5 warm-up steps, each time in a new process."""
 
-from __future__ import annotations
-
 from flashattn.testing.sweep import grid
 from flashattn.testing.train_case import cold_steps
 

@@ -1,7 +1,5 @@
 """Shared by all benchmarks: options, the device's clock, models, and passes to time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

@@ -7,8 +7,6 @@ the kernel's TFLOP/s for full and causal attention. They include recomputed prod
 the time to pre-split fp32. ``--precision tf32`` tunes for settings that allow TF32.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

@@ -7,8 +7,6 @@ others and cuDNN are timed alternately, in a random order in each round, because
 slower. FLOPs are 4 T S D forward and 10 T S D backward, and half of that with a causal mask.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

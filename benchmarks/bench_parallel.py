@@ -6,6 +6,8 @@ measures on 1, 2, 4 and 8 GPUs, up to the number available. On a CPU it uses glo
 processes, which shows only that it runs. Every result is verified before it is timed.
 """
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -102,14 +104,7 @@ def ask(device):
 @pytest.fixture(scope="module")
 def links(ask):
     """Return a function that measures the links between ranks, once per number of ranks."""
-    found = {}
-
-    def measured(world):
-        if world not in found:
-            found[world] = ask(world, job="link", rounds=10)
-        return found[world]
-
-    return measured
+    return cache(lambda world: ask(world, job="link", rounds=10))
 
 
 @pytest.fixture(scope="module")

@@ -124,12 +124,9 @@ def prepare(
     one = [x[:1, :1].float().requires_grad_() for x in (q, k, v)]
     exact, exact_lse = reference_attention(*one, mask=asked.mask, scale=options["scale"])
     if kernel.startswith("fwd"):
-
-        def fold(tile: Tile) -> Outputs:
-            how: dict[str, Any] = {"tile": tile, "row": kernel, "precision": precision}
-            return execute.forward(q, k, v, **how, **options)[:1]
-
-        return fold, (exact.detach(),), (q, k, v)
+        how: dict[str, Any] = {"row": kernel, "precision": precision, **options}
+        fold = functools.partial(execute.forward, q, k, v, **how)
+        return lambda tile: fold(tile=tile)[:1], (exact.detach(),), (q, k, v)
     dq, dk, dv = torch.autograd.grad(exact, one, grad_o[:1, :1].float())
     o, lse = torch.zeros_like(q), torch.zeros_like(q[..., 0], dtype=torch.float32)
     o[:1, :1], lse[:1, :1] = exact.detach(), exact_lse.detach()

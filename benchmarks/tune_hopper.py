@@ -100,19 +100,12 @@ def prepare(
     """Return a function that runs the pass as a ``Way``, and one that runs the portable kernels."""
     q, k, v, grad_o = inputs
     how: dict[str, Any] = {"right": 0 if causal else None, "scale": q.shape[-1] ** -0.5}
+    forward = partial(execute.forward, q, k, v, **how)
     if direction == "forward":
-
-        def by(way: Way) -> Any:
-            return execute.forward(q, k, v, tile=way.tile, family="hopper", **how)
-
-        return by, partial(execute.forward, q, k, v, **how)
-    grads, saved = (grad_o, None), (q, k, v, *execute.forward(q, k, v, **how))
-
-    def back(way: Way) -> Any:
-        options = how | {"tile": way.tile, "deterministic": way.deterministic}
-        return execute.backward(grads, saved, family="hopper", **options)
-
-    return back, partial(execute.backward, grads, saved, **how)
+        return lambda way: forward(tile=way.tile, family="hopper"), forward
+    back = partial(execute.backward, (grad_o, None), (q, k, v, *forward()), **how)
+    by = partial(back, family="hopper")
+    return lambda way: by(tile=way.tile, deterministic=way.deterministic), back
 
 
 def fault(job: tuple[str, int, bool, Way]) -> str | None:

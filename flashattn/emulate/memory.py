@@ -139,14 +139,10 @@ class Pointer:
 
 
 class Descriptor:
-    """A tensor descriptor, by which copies access a tensor in tiles.
-
-    Args:
-        given: Gluon's descriptor.
-    """
+    """A tensor descriptor, by which copies access a tensor in tiles."""
 
     def __init__(self, given: Any) -> None:
-        """View the tensor of the descriptor."""
+        """View the tensor of Gluon's descriptor."""
         self._x = given.base.detach().as_strided(given.shape, given.strides)
         self.dtype, self.layout = self._x.dtype, given.layout
         self.block_shape: list[int] = list(given.block_shape)

@@ -69,11 +69,7 @@ class Warps(greenlet):  # type: ignore[misc]
 
 
 class Schedule:
-    """Warps that run in turns, and events that happen between their turns.
-
-    Args:
-        seed: seed of the draws.
-    """
+    """Warps that run in turns, and events that happen between their turns, as drawn by a seed."""
 
     def __init__(self, seed: int = 0) -> None:
         """Start without warps."""

@@ -134,14 +134,9 @@ def unwarmed(rows: list[Row]) -> str:
     return "" if row is None else spread(row)
 
 
-def held(*names: str) -> Cells:
-    """Return a cell with the measured size of these parts of the memory, in GiB."""
-
-    def cell(rows: list[Row]) -> str:
-        parts = rows[-1]["measured"]
-        return gib(sum(parts.get(name, 0) for name in names))
-
-    return cell
+def held(names: tuple[str, ...], rows: list[Row]) -> str:
+    """Return the measured size of these parts of the memory, in GiB."""
+    return gib(sum(rows[-1]["measured"].get(name, 0) for name in names))
 
 
 def over_budget(rows: list[Row]) -> str:

@@ -260,8 +260,10 @@ EXCERPTS: dict[str, Excerpt] = {
         where={"size": "2.7B", "context": 512, "step": "train"},
         lines={"precision": "precision", "attention": "impl"},
         cells={
-            "parameters, gradients, moments": held("parameters", "gradients", "optimizer"),
-            "activations": held("activations"),
+            "parameters, gradients, moments": partial(
+                held, ("parameters", "gradients", "optimizer")
+            ),
+            "activations": partial(held, ("activations",)),
             "peak": number(gib, "peak_bytes"),
             "predicted peak": number(gib, "predicted_bytes"),
         },

@@ -87,10 +87,8 @@ def _within(
 
 
 def _low_scores(impl: Impl, device: torch.device) -> None:
-    def low(case: Case) -> Case:
-        return replace(case, inputs=sunken(*case.inputs))
-
-    _within(impl, device, [{"values": "zeros", "scale": 1.0, "causal": True}], change=low)
+    low = {"values": "zeros", "scale": 1.0, "causal": True}
+    _within(impl, device, [low], change=lambda case: replace(case, inputs=sunken(*case.inputs)))
 
 
 def _lse(impl: Impl, device: torch.device, *, grad: bool) -> None:

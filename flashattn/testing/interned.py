@@ -146,8 +146,7 @@ def _range(start: int, stop: int) -> Any:
     return np.arange(start, stop, dtype=np.int32)
 
 
-def _make_range(_: Any, wanted: Any, start: int, stop: int) -> Any:
-    del wanted
+def _make_range(_: Any, __: Any, start: int, stop: int) -> Any:
     return TensorHandle(_range(start, stop), tl.int32)
 
 

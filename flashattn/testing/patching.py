@@ -83,13 +83,12 @@ def _cast_exactly(builder: Any, x: Any, wanted: Any) -> Any:
     return TensorHandle(cast(x.data), wanted.scalar) if cast else _cast(builder, x, wanted)
 
 
-def _refuse_overflow(semantic: Any, left: Any, right: Any, operation: Any) -> None:
+def _refuse_overflow(_: Any, left: Any, right: Any, operation: Any) -> None:
     """Check a sum, difference or product of two tensors before it is computed.
 
     Raises:
         OverflowError: a result does not fit the dtype.
     """
-    del semantic
     dtype = left.type.scalar
     if dtype.int_bitwidth >= 64:  # noqa: PLR2004 - as Triton: there is nothing wider
         return

@@ -48,11 +48,7 @@ STAND_INS: dict[int, Any] = {
 
 
 class Source:
-    """The kernels of some modules.
-
-    Args:
-        edit: a function of (path of a module, its text) that returns the text to run.
-    """
+    """The kernels of some modules; ``edit`` maps a module's path and text to the text to run."""
 
     def __init__(self, edit: Edit | None = None) -> None:
         """Start without modules."""

@@ -66,14 +66,6 @@ def _flushes() -> bool:
     return (torch.tensor(1e-40) * 1).item() == 0.0
 
 
-def _hooks_of_saved_tensors() -> object:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001
-
-
-def _pop_hooks(_: object) -> None:
-    torch._C._autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001
-
-
 def _set_environment(wanted: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(wanted)
@@ -109,7 +101,11 @@ def switches(device: torch.device) -> list[Switch]:
         _attribute(torch.backends.mkldnn, "enabled"),
         *map(_sdp, ("flash", "mem_efficient", "math", "cudnn")),
         Switch("flushing of denormals", _flushes, torch.set_flush_denormal),
-        Switch("hooks of saved tensors", _hooks_of_saved_tensors, _pop_hooks),
+        Switch(
+            "hooks of saved tensors",
+            lambda: torch._C._autograd._top_saved_tensors_default_hooks(True),  # noqa: FBT003, SLF001
+            lambda _: torch._C._autograd._pop_saved_tensors_default_hooks(),  # noqa: SLF001
+        ),
         Switch("function modes", torch._C._len_torch_function_stack),  # noqa: SLF001
         Switch("dispatch modes", torch._C._len_torch_dispatch_stack),  # noqa: SLF001
         Switch("torch's functions", _functions),

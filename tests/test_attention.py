@@ -1,7 +1,5 @@
 """``attention``: arguments, the choice of an implementation, plans and errors."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

@@ -1,7 +1,5 @@
 """FlashAttentionPyTorch and FlashAttentionTriton: apply(Q, K, V, is_causal) on (batch, N, d)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

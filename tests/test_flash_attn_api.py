@@ -1,7 +1,5 @@
 """flash-attn's functions: its signatures, layouts and conventions, and right results."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The Hopper kernels: every config is accurate on a Hopper GPU; plans are tested anywhere."""
 
-from __future__ import annotations
-
 import runpy
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Every implementation is within the error budgets against fp64: o, lse, dq, dk, dv."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

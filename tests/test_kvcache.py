@@ -1,7 +1,5 @@
 """flash_attn_with_kvcache: flash-attn 2.8's signature, what is written, and right results."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

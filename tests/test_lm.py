@@ -1,7 +1,5 @@
 """The transformer: its parts against their definitions, its costs against what torch uses."""
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Masks: the bounds are exactly the visible pairs, for every window, corner and length."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import hypothesis

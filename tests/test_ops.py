@@ -1,7 +1,5 @@
 """The operators: PyTorch's own checks, the compiler, vmap, and the same bits every time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import count
 

@@ -1,7 +1,5 @@
 """Problems: their checks, their names and their exact costs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import hypothesis

@@ -1,7 +1,5 @@
 """The reference: the definition that everything else is judged by."""
 
-from __future__ import annotations
-
 import math
 
 import hypothesis

@@ -1,7 +1,5 @@
 """Score modifications after q @ k.T: ALiBi, biases, sinks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

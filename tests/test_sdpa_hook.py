@@ -3,8 +3,6 @@
 On a CPU SDPA calls its own operator; CUDA's operators have only our kernels there.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from contextlib import contextmanager, nullcontext, suppress

@@ -1,7 +1,5 @@
 """Training cases: the steps that benchmarks time, and cold steps in a process of their own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

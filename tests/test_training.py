@@ -1,7 +1,5 @@
 """The trainer: what each step does, under which precision, in which phases."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from functools import partial
 

@@ -3,8 +3,6 @@
 They run on the CPU: this tests which mask and scores a model asks for, not the kernels.
 """
 
-from __future__ import annotations
-
 import re
 from inspect import signature
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Plans are data: chosen and explained without the GPU, and launched as they say."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from dataclasses import replace

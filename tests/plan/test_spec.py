@@ -1,7 +1,5 @@
 """Tensor specs, which plans are made from, agree with PyTorch."""
 
-from __future__ import annotations
-
 import hypothesis
 import pytest
 import torch

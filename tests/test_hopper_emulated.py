@@ -43,6 +43,7 @@ from flashattn.testing.accuracy import (
     relative_errors,
 )
 from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.layouts import LAYOUTS, scattered
 from flashattn.testing.results import assert_same_bits
 
 pytestmark = pytest.mark.interpreter
@@ -783,12 +784,7 @@ def planted():
             yield case, tuple(ERRORS[error] for error in shows.split()), mutant
 
 
-def every_second(x):
-    """Return a copy with strided columns, whose row stride would suit a descriptor."""
-    return torch.stack([x, x], -1).flatten(-2)[..., ::2]
-
-
-@pytest.mark.parametrize("move", [every_second, lambda x: x.mT.contiguous().mT])
+@pytest.mark.parametrize("move", [LAYOUTS["strided"], scattered])
 @pytest.mark.parametrize("which", range(6))
 def test_what_is_not_dense_is_copied(move, which):
     """Any tensor of either pass that is not dense is copied; the bits are those of a dense one."""

@@ -36,6 +36,7 @@ from flashattn.plan.tile import Tile
 from flashattn.problem import Problem
 from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors
 from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.layouts import scattered, shifted
 from flashattn.testing.poison import guard
 
 
@@ -166,7 +167,7 @@ def test_unlike_inputs_are_not():
     x = torch.zeros(2, 2, 9, 16)
     others = (
         torch.zeros(2, 2, 10, 16),
-        x.mT.contiguous().mT,
+        scattered(x),
         x.half(),
         x.to("meta"),
         torch.zeros(x.numel() + 1)[1:].view(x.shape),
@@ -179,11 +180,6 @@ def test_unlike_inputs_are_not():
 def planned(bind):
     """Return how many plans are bound."""
     return bind.cache_info().currsize
-
-
-def shifted(x):
-    """Return a copy that is not aligned."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
 # What the passes depend on, besides the tensors.
@@ -199,7 +195,7 @@ def test_a_forward_plan_is_of_all_that_it_depends_on(device):
         execute.forward(*given, **NUMBERS)
         assert planned(execute.bind_forward) == 1
     for i, x in enumerate(given):
-        for other in (shifted(x), x.mT.contiguous().mT):
+        for other in (shifted(x), scattered(x)):
             execute.forward(*given[:i], other, *given[i + 1 :], **NUMBERS)
     assert planned(execute.bind_forward) == 7
     for n, other in enumerate(OTHER_NUMBERS, 8):

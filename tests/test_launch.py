@@ -34,6 +34,7 @@ from flashattn.plan.gpu import CARDS
 from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.layouts import shifted
 from flashattn.testing.results import assert_same_bits
 
 
@@ -536,7 +537,7 @@ LENGTHS = (1, 17, 48, 64, 100, 128, 255, 256, 300, 301, 512, 1000, 1001, 1024, 1
 LAID = {
     "dense": lambda x: x,
     "sequence first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "misaligned": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "misaligned": shifted,
 }
 SCORED = {
     "nothing": lambda q: (),

@@ -28,6 +28,7 @@ from flashattn.integrations import operators, sdpa
 from flashattn.mask import Mask
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.layouts import scattered
 
 HERE = Path(__file__).parent
 # One tile per head: the operators' arguments and results do not depend on more.
@@ -167,7 +168,7 @@ def test_dense_operators(device, active, name, value_dim, layout):
         problem = halved(replace(problem, value_dim=value_dim), device)
     columns = layout == "columns"  # dense columns, so that results have dense columns, too
     q, k, v = make_inputs(problem, device=device, layout="contiguous" if columns else layout)
-    q, k, v = (x.mT.contiguous().mT if columns else x for x in (q, k, v))
+    q, k, v = (scattered(x) if columns else x for x in (q, k, v))
     grad, _ = make_grads(problem, device=device)
     o, lse, *gradients = ours(q, k, v, grad, causal=True, scale=0.3)
     scale = {"scale": 0.3}

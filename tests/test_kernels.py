@@ -622,16 +622,11 @@ def test_tf32_in_two_terms(device, causal):
         assert name == "lse" or error > 2**-20, name
 
 
-def test_torch_decides_on_tf32():
+def test_torch_decides_on_tf32(matmul):
     """Precision "auto" is bf16x6, or tf32 if torch's setting allows TF32."""
-    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
-    try:
-        for setting, wanted in (("ieee", "bf16x6"), ("tf32", "tf32")):
-            matmul.fp32_precision = setting
-            assert input_precision("auto", torch.float32) == wanted
-            assert input_precision("ieee", torch.float32) == "ieee"
-    finally:
-        matmul.fp32_precision = before
+    for matmul.fp32_precision, wanted in (("ieee", "bf16x6"), ("tf32", "tf32")):
+        assert input_precision("auto", torch.float32) == wanted
+        assert input_precision("ieee", torch.float32) == "ieee"
 
 
 @pytest.mark.gpu_memory

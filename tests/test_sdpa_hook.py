@@ -7,6 +7,7 @@ import inspect
 import warnings
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -260,22 +261,7 @@ def test_a_bias_of_the_operator(device, active, shape):
 def test_mask_tensors_of_sdpa(device, active, kind, shape):
     """PyTorch's ``attn_mask`` runs our kernels, with the results of PyTorch's own."""
     mask = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(device)
-    mask = mask > -1 if kind == "bool" else mask
-
-    def attend(q, k, v):
-        return sdpa_of_torch(q, k, v, attn_mask=mask)
-
-    assert_like_pytorch(device, active, attend)
-
-
-def run(attend, q, k, v, grad):
-    """Return o and the gradients of q, k and v."""
-    o = attend(q, k, v)
-    return o, *torch.autograd.grad(o, (q, k, v), grad)
-
-
-def assert_like_pytorch(device, active, attend):
-    """Compare both passes of our kernels with those of PyTorch's own kernels."""
+    attend = partial(sdpa_of_torch, attn_mask=mask > -1 if kind == "bool" else mask)
     inputs = leaves(*make_inputs(UNGROUPED, device=device))
     grad, _ = make_grads(UNGROUPED, device=device)
     got = run(attend, *inputs, grad)
@@ -286,14 +272,17 @@ def assert_like_pytorch(device, active, attend):
     sdpa.activate(device.type)
 
 
+def run(attend, q, k, v, grad):
+    """Return o and the gradients of q, k and v."""
+    o = attend(q, k, v)
+    return o, *torch.autograd.grad(o, (q, k, v), grad)
+
+
 @pytest.mark.parametrize("name", ["sdpa", *DENSE])
 def test_compiled(device, active, name):
     """SDPA and each operator run our kernels under each compiler, in both passes, with groups."""
     if name == "sdpa":
-
-        def attend(q, k, v):
-            return sdpa_of_torch(q, k, v, is_causal=True, enable_gqa=True)
-
+        attend = partial(sdpa_of_torch, is_causal=True, enable_gqa=True)
     else:
         operator, forward, _ = DENSE[name]
 

@@ -3,6 +3,7 @@
 import inspect
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -181,22 +182,17 @@ def test_out_alone(name, mask, device):
 )
 def test_by_position_and_by_keyword(name, argument, device, monkeypatch):
     """An argument means the same by position and by keyword, and not what its default means."""
-    asked = []
-
-    def spy(*tensors, **options):
-        asked.append(options)
-        return attention(*tensors, **options)
-
+    spy = Mock(wraps=attention)
     monkeypatch.setattr(flash_attn, "attention", spy)
     given = leading(name, *make_inputs(usual(name), device=device))
 
     def outcome(*args, **options):
-        asked.clear()
+        spy.reset_mock()
         try:
             result = getattr(flash_attn, name)(*given, *args, **options)
         except NotImplementedError as error:
             return str(error)
-        return str((asked, result))
+        return str(([call.kwargs for call in spy.call_args_list], result))
 
     defaults = COMMON | POSITIONAL[name][1]
     before = list(defaults.values())[: list(defaults).index(argument)]

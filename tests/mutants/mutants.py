@@ -1497,7 +1497,7 @@ MUTANTS = [
     Mutant(
         "parallel_heads_in_sequence_order",
         "parallel/heads.py",
-        "    chunks.sort(key=lambda y: y.rank)  # stable: a rank's stay in order\n",
+        "    chunks.sort(key=lambda y: y.rank)  # stable: the chunks of a rank stay in order\n",
         "",
         "rows go back to other ranks than they came from",
         SHARED,

@@ -1,7 +1,5 @@
 """Fixtures, ``--every-tile``, and the setup of torch, Triton and inner runs of pytest."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Error budgets allow rounding and nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """FlashAttentionPyTorch and FlashAttentionTriton: apply(Q, K, V, is_causal) on (batch, N, d)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -23,31 +21,16 @@ def inputs(device):
 
 @BOTH
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_forward_and_saved_lse(function, is_causal, device):
-    """O is attention, and exactly one saved tensor has shape (batch, N_q): the logsumexp."""
-    (q, k, v), _ = inputs(device)
-    o = function.apply(q, k, v, is_causal)
-    mask = Mask.of(is_causal)
-    wanted, wanted_lse = (
-        x[:, 0]
-        for x in reference_attention(q[:, None], k[:, None], v[:, None], mask=mask, scale=D**-0.5)
-    )
+def test_both_passes_and_the_saved_lse(function, is_causal, device):
+    """O and gradients are attention's; one saved tensor is (batch, N_q): the logsumexp."""
+    qkv, grad_o = inputs(device)
+    o, how = function.apply(*qkv, is_causal), {"mask": Mask.of(is_causal), "scale": D**-0.5}
+    wanted, lse = (x[:, 0] for x in reference_attention(*(x[:, None] for x in qkv), **how))
     torch.testing.assert_close(o, wanted)
-    saved = [x for x in o.grad_fn.saved_tensors if x.shape == (BATCH, N_Q)]
-    assert len(saved) == 1
-    torch.testing.assert_close(saved[0], wanted_lse)
-
-
-@BOTH
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_backward(function, is_causal, device):
-    """The gradients are those of the reference, and is_causal gets none."""
-    (q, k, v), grad_o = inputs(device)
-    got = torch.autograd.grad(function.apply(q, k, v, is_causal), (q, k, v), grad_o)
-    mask = Mask.of(is_causal)
-    o, _ = reference_attention(q[:, None], k[:, None], v[:, None], mask=mask, scale=D**-0.5)
-    wanted = torch.autograd.grad(o[:, 0], (q, k, v), grad_o)
-    torch.testing.assert_close(got, wanted)
+    (saved,) = (x for x in o.grad_fn.saved_tensors if x.shape == (BATCH, N_Q))
+    torch.testing.assert_close(saved, lse)
+    got, exact = (torch.autograd.grad(x, qkv, grad_o) for x in (o, wanted))
+    torch.testing.assert_close(got, exact)
 
 
 @BOTH

@@ -1,7 +1,5 @@
 """``bench_integrations`` times steps with right gradients and gives reasons for others."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

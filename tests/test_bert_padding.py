@@ -1,7 +1,5 @@
 """flash-attn's bert_padding: unpadding packs the tokens, and padding puts them back."""
 
-from __future__ import annotations
-
 import torch
 
 from flashattn.integrations.bert_padding import (

@@ -1,7 +1,5 @@
 """A kernel's key in Triton's cache is the same in every process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A proof that has passed is left out until something changes that it depends on."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """How continuous integration treats the exit status of the gate."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

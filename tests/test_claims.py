@@ -1,7 +1,5 @@
 """Claims: flags, reasons for what is not claimed, and problems that fit."""
 
-from __future__ import annotations
-
 import hypothesis
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Comparing two runs: a verdict for every case, and limits that fail cases."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

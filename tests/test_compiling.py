@@ -1,7 +1,5 @@
 """``compilation`` counts what torch compiles, here with backends that take no time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Side effects of calls: what they change, what influences them, and what they keep."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """The contract is tried clause by clause, here on implementations that break one each."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import count

@@ -1,7 +1,5 @@
 """The machine's name and facts, and a GPU's clock over time, with and without a driver."""
 
-from __future__ import annotations
-
 import json
 import platform
 import sys

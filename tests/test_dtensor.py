@@ -3,8 +3,6 @@
 PyTorch's context parallelism, which shards rows, works on DTensors as well.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Errors and budgets in units of the last place: a unit is eps times the largest element."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

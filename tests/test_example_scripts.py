@@ -1,7 +1,5 @@
 """Every script in examples/ runs as a user would run it, and prints something."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hypothesis examples are counted, and a whole run must draw as many as it promises."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """FlashAttention as a peer: the arguments that its functions get, here as stand-ins."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The form of results, and seeded random numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The gate's statistics on simulated rounds, whose true difference is known."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The Hopper kernels: every config is accurate on a Hopper GPU; plans are tested anywhere."""
 
-from __future__ import annotations
-
 import runpy
 from dataclasses import replace
 from functools import partial
@@ -275,8 +273,8 @@ def test_a_learned_bias(device, mask, seq_kv, softcap):
     """TMA stores dbias where rows and scores allow it; elsewhere "auto" is portable."""
     how = {"heads": 120, "seq_q": 300, "seq_kv": seq_kv, "dtype": "bfloat16", "bias": "1hts"}
     problem = Problem(**how, head_dim=128, causal=mask == "causal", softcap=softcap)
-    specs, stored = [TensorSpec.of(x) for x in make_inputs(problem)], seq_kv == 304 and not softcap
-    auto, asked = (choose(problem, specs, H200, family=x).backward for x in ("auto", "hopper"))
+    given, stored = specs(problem), seq_kv == 304 and not softcap
+    auto, asked = (choose(problem, given, H200, family=x).backward for x in ("auto", "hopper"))
     assert (auto.kernel, asked.kernel) == ("sm90" if stored else "portable", "sm90")
     assert (asked.dbias is None) == stored
     attend = partial(get("hopper"), **problem.keywords, scale=128**-0.5)
@@ -378,9 +376,17 @@ def test_cut_in_two(device, head_dim, shape, causal):
         assert name == "lse" or error > 2**-20, name  # errors of two terms average out in lse
 
 
-def specs(problem):
+def specs(problem, **how):
     """Return the specs of q, k and v."""
-    return [TensorSpec.of(x) for x in make_inputs(problem)]
+    return [TensorSpec.of(x) for x in make_inputs(problem, **how)]
+
+
+def of_backward(q, k):
+    """Return the specs of a backward's q, k, v, o, dO and lse, for one batch."""
+    _, heads, rows, _ = q.shape
+    strides = heads * rows, rows, 1
+    lse = q._replace(shape=q.shape[:3], strides=strides, dtype=torch.float32)
+    return q, k, k, q, q, lse
 
 
 @pytest.mark.parametrize(
@@ -395,9 +401,8 @@ def specs(problem):
 )
 def test_what_is_decomposed(head_dim, length, precision, auto, refused):
     """Few scores or columns are decomposed only for "hopper"; other precisions never are."""
-    q, k, v = specs(Problem(seq_q=length, head_dim=head_dim))
-    lse = q._replace(shape=q.shape[:3], strides=(length, length, 1))
-    given, options = (q, k, v, q, q, lse), Options(None, 0.1, precision, "auto")
+    q, k, _ = specs(Problem(seq_q=length, head_dim=head_dim))
+    given, options = of_backward(q, k), Options(None, 0.1, precision, "auto")
     assert choose_backward(given, H200, options).kernel == auto
     options = options._replace(family="hopper")
     if refused is None:
@@ -422,15 +427,12 @@ def test_the_same_bits(device, head_dim):
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 def test_what_is_written_must_be_reached_too(passes):
     """TMA can load padded rows of 65 columns, but cannot store the dense ones of a result."""
-    q, k, v = make_inputs(
-        Problem(heads=2, seq_q=70, head_dim=65, dtype="bfloat16"), layout="pitched"
-    )
-    specs, options = [TensorSpec.of(x) for x in (q, k, v)], Options(None, 0.1, family="hopper")
-    assert all(x.tma_compatible for x in specs)
-    lse = TensorSpec.of(torch.empty(1, 2, 70))
+    problem = Problem(heads=2, seq_q=70, head_dim=65, dtype="bfloat16")
+    given, options = specs(problem, layout="pitched"), Options(None, 0.1, family="hopper")
+    assert all(x.tma_compatible for x in given)
     chosen = {
-        "forward": partial(choose_forward, specs),
-        "backward": partial(choose_backward, [*specs, specs[0], specs[0], lse]),
+        "forward": partial(choose_forward, given),
+        "backward": partial(choose_backward, of_backward(*given[:2])),
     }
     with pytest.raises(ValueError, match="hopper: TMA cannot store a result"):
         chosen[passes](H200, options)
@@ -444,9 +446,9 @@ NOT_DENSE, UNREACHED = {"strided"}, {"misaligned", "expanded", "expanded_batch"}
 def test_what_it_cannot_reach_is_copied(layout):
     """What TMA cannot address is copied for "hopper"; "auto" copies only what is not dense."""
     problem = Problem(batch=2, heads=2, seq_q=70, head_dim=72, dtype="bfloat16")
-    specs = [TensorSpec.of(x) for x in make_inputs(problem, layout=layout)]
+    given = specs(problem, layout=layout)
     for family, copied in (("auto", NOT_DENSE), ("hopper", NOT_DENSE | UNREACHED)):
-        plan = choose_forward(specs, H200, Options(None, 0.1, family=family))
+        plan = choose_forward(given, H200, Options(None, 0.1, family=family))
         assert plan.kernel == ("sm90" if family == "hopper" else "portable")
         assert plan.copies == (("q", "k", "v") if layout in copied else ())
 
@@ -654,11 +656,8 @@ def test_dq_accumulators(sizes, head_dim, slabs):
 @pytest.mark.parametrize(("left", "slabs"), [(None, 8), (1024, 1)])
 def test_a_window_needs_one_dq_accumulator(left, slabs):
     """In a window one accumulator is enough: a CTA waits only for CTAs of its window."""
-    x = spec(1, 32768, 64)
-    options = Options(0, 0.1, family="hopper", left=left)
-    lse = x._replace(shape=x.shape[:3], strides=(32768, 32768, 1), dtype=torch.float32)
-    x = x.copied()
-    plan = choose_backward((x, x, x, x, x, lse), H200, options)
+    x, options = spec(1, 32768, 64).copied(), Options(0, 0.1, family="hopper", left=left)
+    plan = choose_backward(of_backward(x, x), H200, options)
     assert (plan.kernel, plan.dq_accumulators) == ("sm90", slabs)
 
 
@@ -713,9 +712,8 @@ def test_programs_of_a_head_do_not_queue(shape, section, deterministic):
     """CTAs of a head are two query tiles apart, or heads share the CTAs, as measured."""
     heads, seq_q, seq_kv, head_dim = shape
     q, k = (spec(heads, n, head_dim).copied() for n in (seq_q, seq_kv))
-    lse = q._replace(shape=q.shape[:3], strides=(seq_q * heads, seq_q, 1), dtype=torch.float32)
     options = Options(None, 0.1, family="hopper", deterministic=deterministic)
-    plan = choose_backward((q, k, k, q, q, lse), H200, options)
+    plan = choose_backward(of_backward(q, k), H200, options)
     assert plan.scheduler.section == section
 
 
@@ -852,8 +850,7 @@ def test_columns(head_dim):
 def test_programs_that_wait_run_together():
     """Persistent CTAs wait for each other, so their launch is cooperative."""
     x = TensorSpec.of(torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16))
-    lse = TensorSpec.of(torch.zeros(1, 2, 256))
-    given, options = (x, x, x, x, x, lse), Options(None, 0.1, family="hopper")
+    given, options = of_backward(x, x), Options(None, 0.1, family="hopper")
     for persistent in (False, True):
         tile = HopperBackwardTile(persistent=persistent)
         plan = choose_backward(given, H200, options, tile=tile)
@@ -888,18 +885,13 @@ def test_what_the_tables_hold_was_searched():
         (HopperBackwardTile, {"stages": 1}, "stages: wanted 2 at least, got 1"),
         (HopperBackwardTile, {"section": 0}, "section: wanted 1 at least, got 0"),
         (HopperBackwardTile, {"stagger": 0}, "stagger: wanted 1 at least, got 0"),
+        (HopperD256Tile, {"section": 0}, "section: wanted 1 at least, got 0"),
     ],
 )
 def test_bad_configs(tile, change, words):
     """A config that no kernel can have is an error that names what was wanted."""
     with pytest.raises(ValueError, match=words):
         tile(**change)
-
-
-def test_bad_wide_config():
-    """A bad config of the backward for D > 128 is an error, too."""
-    with pytest.raises(ValueError, match="section: wanted 1 at least, got 0"):
-        HopperD256Tile(section=0)
 
 
 @pytest.mark.interpreter

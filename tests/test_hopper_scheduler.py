@@ -1,7 +1,5 @@
 """Hopper's schedules: which tiles a CTA visits, and the order in which CTAs add to dQ."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

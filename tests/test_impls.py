@@ -1,7 +1,5 @@
 """Every implementation is within the error budgets against fp64: o, lse, dq, dk, dv."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 
@@ -129,17 +127,7 @@ def unasked_if_small(impl, problem):
     return f"{impl.name} is the same code at any size" if same else unasked(impl, problem)
 
 
-def unasked_strictly(impl):
-    """Return why an implementation is not asked unusual inputs, or None."""
-    return law.unasked(impl, law.DEVICE, "strict")
-
-
-def undifferentiated(impl):
-    """Return why an implementation is not asked gradients, or None."""
-    return law.unasked(impl, law.DEVICE, "grad")
-
-
-strictly = pytest.mark.why_not.with_args(unasked_strictly)
+strictly = pytest.mark.why_not.with_args(lambda impl: law.unasked(impl, law.DEVICE, "strict"))
 
 
 def verify(impl, device, problem, **how):
@@ -210,7 +198,7 @@ def test_layouts(impl, device, layout):
 
 
 @strictly
-@pytest.mark.why_not.with_args(undifferentiated)
+@pytest.mark.why_not.with_args(lambda impl: law.unasked(impl, law.DEVICE, "grad"))
 @pytest.mark.parametrize("layout", GRAD_LAYOUTS)
 def test_grad_layouts(impl, device, layout):
     """The gradients of o and lse may have any strides."""
@@ -251,13 +239,10 @@ def test_far_below_zero(impl, device, problem):
     verify_strictly(impl, device, problem, values="negative")
 
 
-def of_other_scales(impl, scale):
-    """Return why an implementation does not take a scale, or None."""
-    return None if impl.takes_scale(scale) else f"{impl.name} takes no scale of {scale}"
-
-
 @strictly
-@pytest.mark.why_not.with_args(of_other_scales)
+@pytest.mark.why_not.with_args(
+    lambda impl, scale: None if impl.takes_scale(scale) else f"{impl.name} takes no such scale"
+)
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-45, 3.0])
 def test_scales(impl, device, scale):
     """A scale may be zero, negative, denormal or large."""

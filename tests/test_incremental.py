@@ -1,7 +1,5 @@
 """``flashattn.counts.compiled`` recounts the cases whose source has changed, and no others."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 

@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from triton import jit, knobs
+from triton import jit
 from triton.backends.nvidia.driver import CudaLauncher
-from triton.compiler.compiler import CompiledKernel
-from triton.runtime import driver
 from triton.runtime.interpreter import InterpreterBuilder
 
 from flashattn import api, attention
@@ -26,7 +24,6 @@ from flashattn.gpus import gpu_of
 from flashattn.kernels import execute, launch
 from flashattn.kernels.constants import HALF_BIT
 from flashattn.kernels.counters import MOST
-from flashattn.kernels.descriptor import TileLoadSpec
 from flashattn.kernels.portable import mma, steps
 from flashattn.plan import portable, tables
 from flashattn.plan.gpu import CARDS
@@ -39,6 +36,7 @@ from flashattn.plan.tile import Tile
 from flashattn.problem import Problem
 from flashattn.testing.accuracy import Sample, assert_accurate, relative_errors
 from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.layouts import scattered, shifted
 from flashattn.testing.poison import guard
 
 
@@ -169,7 +167,7 @@ def test_unlike_inputs_are_not():
     x = torch.zeros(2, 2, 9, 16)
     others = (
         torch.zeros(2, 2, 10, 16),
-        x.mT.contiguous().mT,
+        scattered(x),
         x.half(),
         x.to("meta"),
         torch.zeros(x.numel() + 1)[1:].view(x.shape),
@@ -182,11 +180,6 @@ def test_unlike_inputs_are_not():
 def planned(bind):
     """Return how many plans are bound."""
     return bind.cache_info().currsize
-
-
-def shifted(x):
-    """Return a copy that is not aligned."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
 # What the passes depend on, besides the tensors.
@@ -202,7 +195,7 @@ def test_a_forward_plan_is_of_all_that_it_depends_on(device):
         execute.forward(*given, **NUMBERS)
         assert planned(execute.bind_forward) == 1
     for i, x in enumerate(given):
-        for other in (shifted(x), x.mT.contiguous().mT):
+        for other in (shifted(x), scattered(x)):
             execute.forward(*given[:i], other, *given[i + 1 :], **NUMBERS)
     assert planned(execute.bind_forward) == 7
     for n, other in enumerate(OTHER_NUMBERS, 8):
@@ -250,90 +243,6 @@ def test_a_plan_bound_among_poison_holds_no_outputs(device):
     with guard(*inputs):
         _, lse = execute.forward(*inputs, **NUMBERS)
     assert lse.untyped_storage().nbytes() > lse.nbytes
-
-
-class Compiled(CompiledKernel):
-    """A compiled kernel of Triton's, without a GPU.
-
-    Args:
-        launched: gets the arguments of each launch.
-    """
-
-    def __init__(self, launched):
-        """Pretend to be loaded."""
-        self.module, self.function, self.packed_metadata = "module", "function", (4, 1, 0)
-        self.src, self.name = None, "name"
-        self._run = lambda *given: launched.append(given)
-
-    def __del__(self):
-        """Do not unload the module."""
-
-
-class Kernel:
-    """A jitted kernel of q, k, size and BLOCK, without a GPU.
-
-    Args:
-        compiled: what is launched.
-    """
-
-    arg_names = ("q", "k", "size", "BLOCK")
-
-    def __init__(self, compiled):
-        """Store the compiled kernel."""
-        self.compiled = compiled
-
-    def __getitem__(self, grid):
-        """Return a function that launches the kernel, as Triton's does."""
-
-        def call(*operands, num_warps, **named):
-            assert num_warps == 4
-            self.compiled[grid](*operands, *named.values())
-            return self.compiled
-
-        return call
-
-
-@pytest.mark.parametrize("described", [False, True])
-@pytest.mark.parametrize("heard", [False, True])
-def test_a_launch_starts_what_triton_would_start(described, heard, monkeypatch):
-    """From the second call on, Triton's launcher gets what Triton itself would pass.
-
-    The stream is the one that is current then. A launch hook, such as a profiler's, is called.
-    """
-    launched, stream = [], 7
-    active = SimpleNamespace(
-        get_current_device=lambda: 1, get_current_stream=lambda device: (device, stream)
-    )
-    monkeypatch.setattr(driver, "_active", active)
-    monkeypatch.setattr(launch, "INTERPRETED", SimpleNamespace(value=False))
-    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print] if heard else [])
-    compiled = Compiled(launched)
-    tile = TileLoadSpec((1, 1, 33, 16), (528, 528, 16, 1), (1, 1, 32, 16))
-    tile = tile if described else None
-    options = {"BLOCK": 32, "num_warps": 4}
-    repeated = launch.KernelLaunch(Kernel(compiled), 5, [9], options, [tile])
-    x, other = torch.zeros(2, 1, 1, 33, 16).unbind()
-    repeated(other, x)
-    stream = 8
-    repeated(x, other)
-    operand = x
-    if described:
-        form, *lies = tile.tiles(x)
-        operand = form.describe(x, *lies)
-    compiled[5, 1, 1](operand, other, 9, 32)
-    first, (*ours, descriptor, last, size, block), (*theirs, exact, _, _, _) = launched
-    assert (first[3], ours[3]) == ((1, 7), (1, 8))
-    assert ours[:6] == theirs[:6]
-    told = theirs[6:] if heard else [None] * 3  # hooks, and what they are told
-    assert list(map(type, ours[6:])) == list(map(type, told))
-    assert (size, block) == (9, 32)
-    assert last is other
-    if described:
-        assert type(descriptor) is type(exact)
-        assert descriptor.base is x
-        assert vars(descriptor) | {"base": None} == vars(exact) | {"base": None}
-    else:
-        assert descriptor is x
 
 
 class Driver:
@@ -713,16 +622,11 @@ def test_tf32_in_two_terms(device, causal):
         assert name == "lse" or error > 2**-20, name
 
 
-def test_torch_decides_on_tf32():
+def test_torch_decides_on_tf32(matmul):
     """Precision "auto" is bf16x6, or tf32 if torch's setting allows TF32."""
-    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
-    try:
-        for setting, wanted in (("ieee", "bf16x6"), ("tf32", "tf32")):
-            matmul.fp32_precision = setting
-            assert input_precision("auto", torch.float32) == wanted
-            assert input_precision("ieee", torch.float32) == "ieee"
-    finally:
-        matmul.fp32_precision = before
+    for matmul.fp32_precision, wanted in (("ieee", "bf16x6"), ("tf32", "tf32")):
+        assert input_precision("auto", torch.float32) == wanted
+        assert input_precision("ieee", torch.float32) == "ieee"
 
 
 @pytest.mark.gpu_memory

@@ -34,6 +34,7 @@ from flashattn.plan.gpu import CARDS
 from flashattn.plan.spec import Extras
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.layouts import shifted
 from flashattn.testing.results import assert_same_bits
 
 
@@ -51,11 +52,11 @@ class Compiled(CompiledKernel):
 
 
 def pretended(patch):
-    """Fake an H200 whose ``device`` can be set and whose ``compiled`` counts compilations.
+    """Fake an H200 with a ``device`` and a ``stream``, whose ``compiled`` counts compilations.
 
     ``run`` can be set to a function that makes the launcher of a compiled kernel.
     """
-    found = SimpleNamespace(device=0, compiled=0, run=None)
+    found = SimpleNamespace(device=0, stream=7, compiled=0, run=None)
 
     def compiled(source, target, options):
         del target, options
@@ -67,7 +68,7 @@ def pretended(patch):
 
     active = SimpleNamespace(
         get_current_device=lambda: found.device,
-        get_current_stream=lambda device: device,
+        get_current_stream=lambda device: (device, found.stream),
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         utils=SimpleNamespace(
             fill_tma_descriptor=lambda *given: [
@@ -203,6 +204,27 @@ def same_arguments(ours, theirs):
             assert vars(mine) == vars(exact)
         else:
             assert mine is exact or (type(mine), mine) == (type(exact), exact)
+
+
+@pytest.mark.parametrize("tiles", [(None, None), (LOADS, None)])
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_repeated_launch_starts_what_triton_would_start(tiles, heard, gpu, monkeypatch):
+    """From the second call on, Triton's launcher gets what Triton itself would pass.
+
+    The stream is the one that is current then. A launch hook, such as a profiler's, is called.
+    """
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print] if heard else [])
+    function, (first, _, numbers, options) = kernel(), given()
+    made = KernelLaunch(function, 5, numbers, options, tiles)
+    made(*first)
+    tensors, gpu.stream = (tensor(*SHAPE), tensor(*SHAPE)), 8
+    made(*tensors)
+    before, ours = made._compiled.launched
+    _, theirs = as_triton(function, *given(*tensors, tiles=tiles))
+    assert (before[3], ours[3]) == ((0, 7), (0, 8))
+    same_arguments(ours, theirs)
+    told = theirs[6:9] if heard else [None] * 3  # hooks, and what they are told
+    assert list(map(type, ours[6:9])) == list(map(type, told))
 
 
 def test_triton_is_not_asked_twice(gpu, monkeypatch):
@@ -515,7 +537,7 @@ LENGTHS = (1, 17, 48, 64, 100, 128, 255, 256, 300, 301, 512, 1000, 1001, 1024, 1
 LAID = {
     "dense": lambda x: x,
     "sequence first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "misaligned": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "misaligned": shifted,
 }
 SCORED = {
     "nothing": lambda q: (),

@@ -1,7 +1,5 @@
 """The law decorator: strict implementations fail, peers xfail, inapplicable laws are skipped."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace

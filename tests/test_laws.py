@@ -5,8 +5,6 @@ the sum of their error budgets; an exact law requires equal bits. Every result i
 poison (``flashattn.testing.poison``).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

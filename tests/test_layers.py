@@ -1,7 +1,5 @@
 """The import rules: imports point down, siblings do not import each other, and import is fast."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

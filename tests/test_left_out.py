@@ -1,7 +1,5 @@
 """Tests that cannot run here are left out, or skipped on request; the header says why."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashattn.testing import left_out

@@ -1,7 +1,5 @@
 """Masks: the bounds are exactly the visible pairs, for every window, corner and length."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import hypothesis
@@ -121,10 +119,3 @@ def test_impossible_windows(window):
     """A window is two bounds, each None or a non-negative int."""
     with pytest.raises(ValueError, match=r"window: wanted \(left, right\), each an int .* got"):
         Mask.of(window=window)
-
-
-@pytest.mark.parametrize("causal", ["middle", None, [], 2])
-def test_impossible_corners(causal):
-    """A causal mask has one of two corners."""
-    with pytest.raises(ValueError, match="causal: wanted False, True"):
-        Mask.of(causal)

@@ -1,7 +1,5 @@
 """Row masks: packed documents, padding, prefixes, chunks, any predicate; with laws for each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

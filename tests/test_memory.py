@@ -1,7 +1,5 @@
 """Bytes held, peaks and timelines, of tensors on a CPU and of a fake allocator's history."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from functools import partial

@@ -3,8 +3,6 @@
 All allocations of operators count, inputs do not; on a GPU the allocator's counts are checked, too.
 """
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

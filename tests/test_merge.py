@@ -1,7 +1,5 @@
 """Merging attention over two sets of keys gives attention over both."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

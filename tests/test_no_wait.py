@@ -3,8 +3,6 @@
 A torch mode catches reads on a CPU, and PyTorch's own check catches them on a GPU.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from functools import partial
 

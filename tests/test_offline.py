@@ -1,7 +1,5 @@
 """Offline compilation: registers, spills and matrix instructions for any GPU, without one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The operators: PyTorch's own checks, the compiler, vmap, and the same bits every time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import count
 
@@ -18,6 +16,7 @@ from flashattn.plan.spec import Extras
 from flashattn.prepare import prepare
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.layouts import scattered, shifted
 
 # One tile per head: the operators' promises need no more, and interpreted tiles take long.
 PROBLEM = Problem(heads=4, kv_heads=2, seq_q=32, seq_kv=24, head_dim=16)
@@ -54,7 +53,7 @@ def test_opcheck_of_narrow_values(device, layout):
     """Both operators pass opcheck when values have fewer columns than keys, in each layout."""
     columns = layout == "columns"  # each column is dense
     q, k, v = arguments(device, "contiguous" if columns else layout, NARROW)
-    inputs = [x.detach().mT.contiguous().mT if columns else x.detach() for x in (q, k, v)]
+    inputs = [scattered(x.detach()) if columns else x.detach() for x in (q, k, v)]
     q, k, v = (x.detach().requires_grad_() for x in inputs)
     how = (*Extras(), None, 0, *OPTIONS)
     torch.library.opcheck(torch.ops.flashattn.forward, (q, k, v, *how))
@@ -363,16 +362,6 @@ def test_outputs_keep_the_layout(device):
     assert attention(q, k, v, impl="triton").stride() == q.stride()
     narrow = torch.empty_like(q[..., :8])
     assert attention(q, k, v[..., :8], impl="triton").stride() == narrow.stride()
-
-
-def scattered(x):
-    """Return a copy whose last dimension is not dense."""
-    return x.mT.contiguous().mT
-
-
-def shifted(x):
-    """Return a copy that is not aligned."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
 @pytest.mark.parametrize("move", [scattered, shifted])

@@ -1,7 +1,5 @@
 """Bring your own kernel: pytest --impl FILE.py, and the line that repeats a failure."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import shlex

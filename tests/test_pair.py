@@ -1,7 +1,5 @@
 """``pytest benchmarks --gate-against`` from end to end, in a repository of its own."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

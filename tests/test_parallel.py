@@ -1,7 +1,5 @@
 """Workers start for folders, merge what they report, and end tests that hang."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 

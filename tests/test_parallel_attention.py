@@ -1,7 +1,5 @@
 """Context parallelism on four gloo processes: the ranks' shares are the whole, in both passes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Plans of context parallelism: every rank computes its share, from what it has or is sent."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

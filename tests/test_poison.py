@@ -1,7 +1,5 @@
 """Poison reveals reads and writes out of bounds and outputs left unwritten."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Low-precision sums to the last digit, dtypes under autocast, and LayerNorm by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

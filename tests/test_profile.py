@@ -1,7 +1,5 @@
 """Kernels by name, category and phase, with names as the profilers write them."""
 
-from __future__ import annotations
-
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The registry: implementations by name, plugins, and reasons for what they cannot do."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

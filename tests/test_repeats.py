@@ -4,8 +4,6 @@ Processes share a GPU in time slices of a few milliseconds, so a kernel that tak
 interrupted, and its registers and shared memory are saved and restored.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """Roofs: which products and copies are measured, and how they are counted."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

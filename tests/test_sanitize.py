@@ -1,7 +1,5 @@
 """Sanitizers: their output is read right, silence is not taken for clean, and the command runs."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

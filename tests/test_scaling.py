@@ -1,7 +1,5 @@
 """Measuring several ranks: their answers, their verification, and the model of their time."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Score modifications after q @ k.T: ALiBi, biases, sinks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -20,12 +18,14 @@ from flashattn.registry import get
 from flashattn.score import dimensions, with_sink
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.law import law
+from flashattn.testing.layouts import scattered
 from flashattn.testing.live_bytes import Live
 from flashattn.testing.poison import guard
 from flashattn.testing.results import ask, assert_agree, assert_same_bits, assert_within
 
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, seq_q=20, seq_kv=26, head_dim=16)
 OURS = pytest.mark.parametrize("name", ["triton", "tiled", "reference"])
+ALL = pytest.mark.parametrize("name", ["auto", "triton", "tiled", "reference"])
 
 
 def tensors(device, **changes):
@@ -84,37 +84,6 @@ def test_alibi(name, of_batches, causal, device):
     assert_like(got, wanted, given, make_grads(PROBLEM, device=device))
 
 
-def test_alibi_of_one_head(device):
-    """A [B, T, D] input has one slope, or one for each batch."""
-    q, k, v = tensors(device, heads=1, kv_heads=1)
-    for slopes in (torch.ones(1, device=device), torch.ones(2, 1, device=device)):
-        o = attention(q, k, v, alibi_slopes=slopes, impl="triton")
-        flat = attention(*(x[:, 0] for x in (q, k, v)), alibi_slopes=slopes, impl="triton")
-        assert torch.equal(flat, o[:, 0])
-
-
-@pytest.mark.parametrize(
-    ("slopes", "words"),
-    [
-        (1.0, "alibi_slopes: wanted an fp32 tensor, got float"),
-        (torch.ones(4).double(), "alibi_slopes: wanted an fp32 tensor, got torch.float64"),
-        (torch.ones(3), r"alibi_slopes: wanted shape \[4\] or \[2, 4\], got \[3\]"),
-        (torch.ones(1, 4), r"alibi_slopes: wanted shape \[4\] or \[2, 4\], got \[1, 4\]"),
-        (torch.ones(4, device="meta"), "alibi_slopes: wanted q's device"),
-        (torch.ones(4, requires_grad=True), "alibi_slopes: they have no gradient"),
-    ],
-)
-def test_bad_slopes(device, slopes, words):
-    """Slopes that do not fit are refused before anything runs, also after slopes that do."""
-    given = tensors(device)
-    attention(*given, alibi_slopes=torch.ones(4, device=device), impl="triton")
-    if isinstance(slopes, torch.Tensor) and not slopes.is_meta:
-        slopes = slopes.to(device).detach().requires_grad_(slopes.requires_grad)
-    for name in ("auto", "triton", "tiled"):
-        with pytest.raises(ValueError, match=words):
-            attention(*given, alibi_slopes=slopes, impl=name)
-
-
 def test_alibi_is_not_for_documents(device):
     """ALiBi is refused with documents, in which the kernels do not know positions."""
     cu = torch.tensor([0, 20], dtype=torch.int32, device=device)
@@ -165,6 +134,43 @@ def test_relative_bias(name, shape, window, device):
     assert_like(got, wanted, given, make_grads(PROBLEM, device=device))
 
 
+@ALL
+@pytest.mark.parametrize("causal", [False, "bottom_right"])
+def test_sink(name, causal, device):
+    """A sink is one more key's score in o, lse and all gradients, in fully masked rows, too."""
+    given = [x.requires_grad_() for x in tensors(device, seq_kv=12)]
+    given.append(torch.linspace(-2, 3, 4, device=device).requires_grad_())
+    how = {"causal": causal, "return_lse": True, "impl": name}
+    t, s = (torch.arange(n, device=device) for n in (20, 12))
+    hidden = s > t[:, None] - 8 if causal else None
+    wanted = written_out(*given[:3], hidden=hidden, sink=given[3])
+    grads = make_grads(PROBLEM, device=device)
+    assert_like(attention(*given[:3], sink=given[3], **how), wanted, given, grads)
+    none = torch.full((4,), -torch.inf, device=device, requires_grad=True)
+    nothing = attention(*given[:3], sink=none, **how)
+    assert all(map(torch.equal, nothing, attention(*given[:3], **how)))
+    (gradient,) = torch.autograd.grad(nothing, none, grads)
+    assert gradient.isfinite().all()
+
+
+@ALL
+@pytest.mark.parametrize("columns", [8, 24])
+def test_values_of_another_width(name, columns, device):
+    """If v is narrower or wider than k, o and gradients are right and lse is the same."""
+    other = replace(PROBLEM, head_dim=columns)
+    (q, k, v), wide = tensors(device), make_inputs(other, device=device)[2]
+    how = {"causal": True, "return_lse": True, "impl": name}
+    given = [x.requires_grad_() for x in (q, k, wide)]
+    got = attention(*given, **how)
+    t, s = (torch.arange(n, device=device) for n in (20, 26))
+    wanted = written_out(*given, hidden=s > t[:, None])
+    assert_like(got, wanted, given, make_grads(other, device=device))
+    assert torch.equal(got[1], attention(q, k, v, **how)[1])
+    for wrong in (wide[:, :1], wide[..., :0]):
+        with pytest.raises(ValueError, match="v: wanted"):
+            attention(q, k, wrong, **how)
+
+
 @OURS
 @pytest.mark.parametrize("sizes", [(0, 0), (0, 1), (0, 5), (1, 0), (5, 0)])
 def test_empty_problems(name, sizes, device):
@@ -201,17 +207,18 @@ def test_relative_bias_of_one_row(name, sizes, device):
 
 @pytest.mark.parametrize("name", ["auto", "triton", "reference"])  # on a CPU auto is tiled
 def test_under_transforms(name, device):
-    """Windows and score tensors work under a compiler, vmap and autocast, and on meta tensors."""
+    """Windows and all scores work under a compiler, vmap and autocast, and on meta tensors."""
     q, k, v = tensors(device)
     torch.manual_seed(0)
     bias, vector, sink = (torch.randn(x, device=device) for x in ((4, 20, 26), (4, 45), 4))
     slopes = torch.linspace(0, 1, 8, device=device).view(2, 4)
     plain = attention(q, k, v, causal=True, impl=name)  # first, so what it keeps has none of these
-    for one in ({"bias": bias}, {"sink": sink}, {"alibi_slopes": slopes}, {"window": (5, None)}):
-        assert not torch.equal(attention(q, k, v, causal=True, **one, impl=name), plain)
+    ones = {"bias": bias, "sink": sink, "alibi_slopes": slopes, "window": (5, None), "softcap": 2.0}
+    for argument, x in ones.items():
+        assert not torch.equal(attention(q, k, v, causal=True, **{argument: x}, impl=name), plain)
 
     def call(q, k, v, bias, sink, slopes):
-        how = {"causal": True, "window": (5, None), "alibi_slopes": slopes}
+        how = {"causal": True, "window": (5, None), "softcap": 2.0, "alibi_slopes": slopes}
         return attention(q, k, v, bias=bias, sink=sink, **how, impl=name)
 
     def far(q, k, v, vector, sink, slopes):
@@ -234,6 +241,7 @@ def test_under_transforms(name, device):
         torch.testing.assert_close(shared, torch.stack([wanted, f(2 * q, *given[1:])]))
         with torch.autocast(device.type, dtype=torch.bfloat16):
             half = [y.bfloat16() for y in (q, k, v)]
+            assert f(*given).dtype == torch.bfloat16
             assert torch.equal(f(*given), f(*half, x, sink, slopes))
         if name in ("auto", "reference"):  # others need a device
             assert f(*(y.to("meta") for y in given)).shape == wanted.shape
@@ -250,8 +258,8 @@ def test_gradients_under_transforms(name, device):
     bias, sink = (torch.randn(x, device=device) for x in ((4, 20, 26), 4))
 
     def loss(q, bias, sink):
-        o = attention(q, k, v, causal=True, bias=bias, sink=sink, impl=name)
-        return o.square().sum()
+        how = {"causal": True, "softcap": 2.0, "impl": name}
+        return attention(q, k, v, bias=bias, sink=sink, **how).square().sum()
 
     gradients = torch.func.grad(loss, argnums=(0, 1, 2))
     given = q, bias, sink
@@ -266,7 +274,7 @@ def test_gradients_under_transforms(name, device):
         each = zip(wanted, gradients(*other), strict=True)
         torch.testing.assert_close(got, tuple(map(torch.stack, each)), atol=1e-4, rtol=1e-4)
     given = [x.requires_grad_() for x in given]
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.mT.contiguous().mT, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(scattered, lambda x: x):
         moved = torch.autograd.grad(loss(*given), given)  # by other addresses and strides
     torch.testing.assert_close(moved, wanted, atol=1e-4, rtol=1e-4)
     torch.compiler.reset()
@@ -291,7 +299,7 @@ def test_only_gradients_that_are_wanted(device):
     assert live.largest < bias.nbytes
 
 
-@pytest.mark.parametrize("lay", [lambda x: x.mT.contiguous().mT, lambda x: x[:, ::2, :, 1::3]])
+@pytest.mark.parametrize("lay", [scattered, lambda x: x[:, ::2, :, 1::3]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bias_lies_anyhow(lay, dtype, device):
     """A bias is read by its own strides and dtype, and its gradient has the same dtype."""
@@ -306,39 +314,62 @@ def test_bias_lies_anyhow(lay, dtype, device):
     assert gradients[0].dtype == dtype
 
 
-def test_bias_of_one_head(device):
-    """A [B, T, D] input has a bias without a dimension of heads."""
+@pytest.mark.parametrize(
+    ("argument", "shape", "with_heads"),
+    [
+        ("alibi_slopes", (1,), (1,)),
+        ("alibi_slopes", (2, 1), (2, 1)),
+        ("bias", (20, 26), (1, 20, 26)),
+        ("bias", (2, 20, 26), (2, 1, 20, 26)),
+        ("sink", (1,), (1,)),
+    ],
+)
+def test_one_head(argument, shape, with_heads, device):
+    """A [B, T, D] input has the slopes and the sink of one head, and a bias without heads."""
     q, k, v = tensors(device, heads=1, kv_heads=1)
-    for bias in (torch.randn(20, 26, device=device), torch.randn(2, 20, 26, device=device)):
-        o = attention(q, k, v, bias=bias[..., None, :, :], impl="triton")
-        flat = attention(*(x[:, 0] for x in (q, k, v)), bias=bias, impl="triton")
-        assert torch.equal(flat, o[:, 0])
+    x = torch.rand(shape, device=device)
+    o = attention(q, k, v, **{argument: x.view(with_heads)}, impl="triton")
+    flat = attention(*(y[:, 0] for y in (q, k, v)), **{argument: x}, impl="triton")
+    assert torch.equal(flat, o[:, 0])
 
 
-BAD_BIASES = [
-    (1.0, "bias: wanted a tensor of q's dtype, torch.float32, or fp32, got float"),
-    (torch.ones(20, 26).bool(), "bias: wanted a tensor of q's dtype, .* got torch.bool"),
-    (torch.ones(20, 26).half(), "bias: wanted a tensor of q's dtype, .* got torch.float16"),
-    (torch.ones(20, 25), r"bias: wanted what broadcasts to \[2, 4, 20, 26\], got \[20, 25\]"),
-    (torch.ones(1, 2, 4, 20, 26), r"bias: wanted what broadcasts .* got \[1, 2, 4, 20, 26\]"),
-    (torch.ones(20, 26, device="meta"), "bias: wanted q's device"),
-    (relative(torch.ones(4, 46)), r"bias: wanted what broadcasts to \[2, 4, 45\], got \[4, 46\]"),
-    (relative(torch.ones(4, 1)), r"bias: wanted what broadcasts to \[2, 4, 45\], got \[4, 1\]"),
-]
+FIT = {"alibi_slopes": torch.ones(4), "bias": torch.ones(20, 26), "sink": torch.ones(4)}
 
 
-@pytest.mark.parametrize(("bias", "words"), BAD_BIASES)
-def test_bad_biases(bias, words, device):
-    """A bias that does not fit is refused before anything runs, also after one that does."""
+@pytest.mark.parametrize(
+    ("argument", "bad", "words"),
+    [
+        ("alibi_slopes", 1.0, "wanted an fp32 tensor, got float"),
+        ("alibi_slopes", torch.ones(4).double(), "wanted an fp32 tensor, got torch.float64"),
+        ("alibi_slopes", torch.ones(3), r"wanted shape \[4\] or \[2, 4\], got \[3\]"),
+        ("alibi_slopes", torch.ones(1, 4), r"wanted shape \[4\] or \[2, 4\], got \[1, 4\]"),
+        ("alibi_slopes", torch.ones(4, device="meta"), "wanted q's device"),
+        ("alibi_slopes", torch.ones(4, requires_grad=True), "they have no gradient"),
+        ("bias", 1.0, "wanted a tensor of q's dtype, torch.float32, or fp32, got float"),
+        ("bias", torch.ones(20, 26).bool(), "wanted a tensor of q's dtype, .* got torch.bool"),
+        ("bias", torch.ones(20, 26).half(), "wanted a tensor of q's dtype, .* got torch.float16"),
+        ("bias", torch.ones(20, 25), r"wanted what broadcasts to \[2, 4, 20, 26\], got \[20, 25\]"),
+        ("bias", torch.ones(1, 2, 4, 20, 26), r"wanted what broadcasts .* got \[1, 2, 4, 20, 26\]"),
+        ("bias", torch.ones(20, 26, device="meta"), "wanted q's device"),
+        ("bias", relative(torch.ones(4, 46)), r"wanted .* to \[2, 4, 45\], got \[4, 46\]"),
+        ("bias", relative(torch.ones(4, 1)), r"wanted .* to \[2, 4, 45\], got \[4, 1\]"),
+        ("sink", 1.0, "wanted a floating-point tensor, got float"),
+        ("sink", torch.ones(4).int(), "wanted a floating-point tensor, got torch.int32"),
+        ("sink", torch.ones(3), r"wanted shape \[4\], one for each head, got \[3\]"),
+        ("sink", torch.ones(4, device="meta"), "wanted q's device, .*, got meta"),
+    ],
+)
+def test_bad_score_tensors(argument, bad, words, device):
+    """What does not fit is refused before anything runs, also after a tensor that does."""
     given = tensors(device)
-    attention(*given, bias=torch.ones(20, 26, device=device), impl="triton")
-    if isinstance(bias, torch.Tensor) and not bias.is_meta:
-        bias = bias.to(device)
-    elif not isinstance(bias, (float, torch.Tensor)):
-        bias = relative(bias.vector.to(device))
+    attention(*given, **{argument: FIT[argument].to(device)}, impl="triton")
+    if isinstance(bad, torch.Tensor) and not bad.is_meta:
+        bad = bad.to(device).detach().requires_grad_(bad.requires_grad)
+    elif not isinstance(bad, (float, torch.Tensor)):
+        bad = relative(bad.vector.to(device))
     for name in ("auto", "triton", "tiled"):
-        with pytest.raises(ValueError, match=words):
-            attention(*given, bias=bias, impl=name)
+        with pytest.raises(ValueError, match=f"{argument}: {words}"):
+            attention(*given, **{argument: bad}, impl=name)
 
 
 @pytest.mark.parametrize("vector", [torch.ones(45), [1.0], torch.ones(1, 1, 4, 45)])

@@ -3,13 +3,13 @@
 On a CPU SDPA calls its own operator; CUDA's operators have only our kernels there.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from flashattn.integrations import operators, sdpa
 from flashattn.mask import Mask
 from flashattn.problem import Problem
 from flashattn.testing.inputs import make_grads, make_inputs
+from flashattn.testing.layouts import scattered
 
 HERE = Path(__file__).parent
 # One tile per head: the operators' arguments and results do not depend on more.
@@ -169,7 +170,7 @@ def test_dense_operators(device, active, name, value_dim, layout):
         problem = halved(replace(problem, value_dim=value_dim), device)
     columns = layout == "columns"  # dense columns, so that results have dense columns, too
     q, k, v = make_inputs(problem, device=device, layout="contiguous" if columns else layout)
-    q, k, v = (x.mT.contiguous().mT if columns else x for x in (q, k, v))
+    q, k, v = (scattered(x) if columns else x for x in (q, k, v))
     grad, _ = make_grads(problem, device=device)
     o, lse, *gradients = ours(q, k, v, grad, causal=True, scale=0.3)
     scale = {"scale": 0.3}
@@ -261,22 +262,7 @@ def test_a_bias_of_the_operator(device, active, shape):
 def test_mask_tensors_of_sdpa(device, active, kind, shape):
     """PyTorch's ``attn_mask`` runs our kernels, with the results of PyTorch's own."""
     mask = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(device)
-    mask = mask > -1 if kind == "bool" else mask
-
-    def attend(q, k, v):
-        return sdpa_of_torch(q, k, v, attn_mask=mask)
-
-    assert_like_pytorch(device, active, attend)
-
-
-def run(attend, q, k, v, grad):
-    """Return o and the gradients of q, k and v."""
-    o = attend(q, k, v)
-    return o, *torch.autograd.grad(o, (q, k, v), grad)
-
-
-def assert_like_pytorch(device, active, attend):
-    """Compare both passes of our kernels with those of PyTorch's own kernels."""
+    attend = partial(sdpa_of_torch, attn_mask=mask > -1 if kind == "bool" else mask)
     inputs = leaves(*make_inputs(UNGROUPED, device=device))
     grad, _ = make_grads(UNGROUPED, device=device)
     got = run(attend, *inputs, grad)
@@ -287,14 +273,17 @@ def assert_like_pytorch(device, active, attend):
     sdpa.activate(device.type)
 
 
+def run(attend, q, k, v, grad):
+    """Return o and the gradients of q, k and v."""
+    o = attend(q, k, v)
+    return o, *torch.autograd.grad(o, (q, k, v), grad)
+
+
 @pytest.mark.parametrize("name", ["sdpa", *DENSE])
 def test_compiled(device, active, name):
     """SDPA and each operator run our kernels under each compiler, in both passes, with groups."""
     if name == "sdpa":
-
-        def attend(q, k, v):
-            return sdpa_of_torch(q, k, v, is_causal=True, enable_gqa=True)
-
+        attend = partial(sdpa_of_torch, is_causal=True, enable_gqa=True)
     else:
         operator, forward, _ = DENSE[name]
 
@@ -431,18 +420,13 @@ def test_varlen_of_used_keys(device, active, window):
 
 def test_layers_share_bounds(device, active, monkeypatch):
     """Bounds of the same lengths are made once, for both passes of all layers."""
-    made = []
-
-    def spy(*args):
-        made.append(of_documents(*args))
-        return made[-1]
-
-    monkeypatch.setattr(resolve, "of_documents", spy)
+    made = Mock(wraps=of_documents)
+    monkeypatch.setattr(resolve, "of_documents", made)
     (q, k, v), (of_q, of_k) = documents(device)
     for _ in range(2):
         varlen_attn(q, k, v, of_q, of_k, 20, 13, **GROUPED).sum().backward()
     assert len(active) == 4
-    assert len(made) == 1
+    assert made.call_count == 1
 
 
 def test_varlen_layouts(device, active):

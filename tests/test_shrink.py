@@ -1,7 +1,5 @@
 """Shrinking: the smallest sample that still fails."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 ``docs/conformance.md`` gives the probability that a run finds what depends on a size.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from flashattn.checks import check_scale

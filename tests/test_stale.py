@@ -1,7 +1,5 @@
 """Operands of products on Hopper: what the analysis of SASS finds, and what it refuses."""
 
-from __future__ import annotations
-
 import re
 from subprocess import CalledProcessError
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Points of a grid, and their names."""
 
-from __future__ import annotations
-
 import runpy
 from collections import Counter
 from pathlib import Path

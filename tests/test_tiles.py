@@ -1,7 +1,5 @@
 """Tiles and their tables: checked numbers, a row for everything, and no search."""
 
-from __future__ import annotations
-
 import itertools
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The device's clock, on a simulated device that runs behind its host, and its fixture."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from types import SimpleNamespace

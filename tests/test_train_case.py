@@ -1,6 +1,6 @@
 """Training cases: the steps that benchmarks time, and cold steps in a process of their own."""
 
-from __future__ import annotations
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -97,17 +97,13 @@ def test_packed_documents_are_apart(device):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_mask_of_documents_is_made_once(device, precision, monkeypatch):
     """Every layer gets the same bounds, also under autocast and when it is recomputed."""
-    seen, tiled = [], registry.get("tiled")
-
-    def spy(*qkv, bounds, **options):
-        seen.append(bounds)
-        return tiled(*qkv, bounds=bounds, **options)
-
-    monkeypatch.setattr(train_case.registry, "get", lambda _: spy)
+    tiled = Mock(wraps=registry.get("tiled"))
+    monkeypatch.setattr(train_case.registry, "get", lambda _: tiled)
     facts = TINY | {"precision": precision, "packed": True, "checkpoint": True}
     Trained(**facts, impl="tiled", device=device).trainer.train()
-    assert len(seen) == 2 * SIZES["tiny"].layers
-    assert all(bounds is seen[0] for bounds in seen)
+    first, *others = (call.kwargs["bounds"] for call in tiled.call_args_list)
+    assert 1 + len(others) == 2 * SIZES["tiny"].layers
+    assert all(bounds is first for bounds in others)
 
 
 def test_contexts_beyond_the_table(device):

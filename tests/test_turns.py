@@ -1,7 +1,5 @@
 """Turns: a drift of the clock hits all calls alike."""
 
-from __future__ import annotations
-
 from statistics import median
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Known faults of PyTorch are found where they occur, and kept away from what is tested."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

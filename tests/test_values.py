@@ -1,7 +1,5 @@
 """Values: each maker does what its name says, in every dtype."""
 
-from __future__ import annotations
-
 import hypothesis
 import pytest
 import torch

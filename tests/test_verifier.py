@@ -1,7 +1,5 @@
 """The verifier: which cases may be timed, and which results are right."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """weighted_sum: the teaching kernel."""
 
-from __future__ import annotations
-
 import hypothesis
 import pytest
 import torch

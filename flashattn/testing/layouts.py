@@ -25,6 +25,16 @@ def _pitched(x: torch.Tensor) -> torch.Tensor:
     return poisoned(x, (*x.shape[:3], pitch))[..., : x.shape[3]].copy_(x)
 
 
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy that begins one element past an aligned address."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def scattered(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose columns are dense, and whose rows are not."""
+    return x.mT.contiguous().mT
+
+
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda x: x.contiguous(),
     # [B, T, H, D] in memory, as a projection writes it.

@@ -64,7 +64,7 @@ SOFTCAP = "tests/test_attention.py::test_softcap"
 ALIBI = "tests/test_scores.py::test_alibi"
 BIAS = "tests/test_scores.py::test_bias"
 RELATIVE = "tests/test_scores.py::test_relative_bias"
-SINK = "tests/test_attention.py::test_sink"
+SINK = "tests/test_scores.py::test_sink"
 SINK_BEHIND = "tests/test_scores.py::test_a_sink_behind"
 SINK_OF_HOPPER = "tests/test_hopper_emulated.py::test_sinks_of_each_batch"
 WINDOWS = "tests/test_attention.py::test_windows_are_inclusive"
@@ -89,7 +89,7 @@ NO_DOCUMENT = "tests/test_masks.py::test_what_lies_in_no_document_is_hidden"
 USED = "tests/test_flash_attn_api.py::test_used"
 RECOGNISED = "tests/test_transformers.py::test_masks_are_those_of_transformers"
 
-NARROW = "tests/test_attention.py::test_values_of_another_width"
+NARROW = "tests/test_scores.py::test_values_of_another_width"
 
 MUTANTS = [
     # Masks of rows
@@ -471,7 +471,7 @@ MUTANTS = [
         "causal, softcap, type(softcap), scale,",
         "causal, scale,",
         "a second softcap of the same shapes is answered as the first",
-        "tests/test_attention.py::test_softcap_under_transforms",
+        SOFTCAP,
     ),
     Mutant(
         "backward_forgets_the_softcap",
@@ -761,7 +761,7 @@ MUTANTS = [
         "scale, columns = check_scale(scale, q.shape[-1]), v.shape[-1]",
         "columns = v.shape[-1]",
         "scores are scaled for the width that the padding gives q and k",
-        "tests/test_attention.py::test_values_of_another_width",
+        NARROW,
     ),
     # Padding of head dims to a power of two
     Mutant(
@@ -1497,7 +1497,7 @@ MUTANTS = [
     Mutant(
         "parallel_heads_in_sequence_order",
         "parallel/heads.py",
-        "    chunks.sort(key=lambda y: y.rank)  # stable: a rank's stay in order\n",
+        "    chunks.sort(key=lambda y: y.rank)  # stable: the chunks of a rank stay in order\n",
         "",
         "rows go back to other ranks than they came from",
         SHARED,

@@ -1,7 +1,5 @@
 """The suite can fail: each of these bugs, put into a copy of the package, is caught by a test."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

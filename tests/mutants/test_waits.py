@@ -1,7 +1,5 @@
 """Leaving out any wait, signal or fence of the Hopper kernels is noticed on a CPU."""
 
-from __future__ import annotations
-
 import ast
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Decisions equal the golden list: some are checked here, and all by its command."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,14 +1,12 @@
 """Tensor specs, which plans are made from, agree with PyTorch."""
 
-from __future__ import annotations
-
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
 
 from flashattn.plan.spec import TensorSpec, rewrite
-from flashattn.testing.layouts import LAYOUTS
+from flashattn.testing.layouts import LAYOUTS, shifted
 
 SIZES = st.lists(st.integers(1, 3), min_size=4, max_size=4)
 
@@ -45,16 +43,11 @@ def test_contiguous_is_of_pytorch(sizes, step, order):
         assert TensorSpec.of(each).contiguous == each.is_contiguous()
 
 
-def one_off(x):
-    """Return x, contiguous, one element past an aligned address."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
-
-
 @pytest.mark.parametrize("layout", [*LAYOUTS, "one off"])
 @pytest.mark.parametrize("like_rows", [True, False])
 def test_what_is_rewritten_is_aligned(layout, like_rows):
     """A copy keeps the values, has its spec's layout, and suits TMA; row statistics are dense."""
-    x = LAYOUTS.get(layout, one_off)(torch.randn(2, 3, 5, 72, dtype=torch.float16))
+    x = LAYOUTS.get(layout, shifted)(torch.randn(2, 3, 5, 72, dtype=torch.float16))
     x = x if like_rows else x[..., 0]
     copy, spec = rewrite(x), TensorSpec.of(x).rewritten()
     assert torch.equal(copy, x)

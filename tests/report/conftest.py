@@ -1,7 +1,5 @@
 """A made-up run with a few rows of every study, whose numbers are easy to check by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import product

@@ -1,7 +1,5 @@
 """The top of the page: numbers of known rows, and a picture that can be filtered."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashattn.report.answer import EVERY, cards, explorer

@@ -1,7 +1,5 @@
 """The command: a page of the kept runs, a run in the terminal, two runs compared."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashattn.report.__main__ import main

@@ -1,7 +1,5 @@
 """Tables of README and docs: made from rows, fresh, and the only place for measured numbers."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

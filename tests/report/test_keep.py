@@ -1,7 +1,5 @@
 """``keep``: runs without samples, of one clean commit, in place of those of other commits."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashattn.report.__main__ import main

@@ -1,7 +1,5 @@
 """The page: it is self-contained and well-formed, and works in a browser, wide and narrow."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

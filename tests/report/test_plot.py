@@ -1,7 +1,5 @@
 """All pictures: ours stands out, lengths are plain numbers, and each fits its width."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

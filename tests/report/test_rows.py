@@ -1,7 +1,5 @@
 """The order of values, exponents, numbers with their units, and steady rows."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashattn.report import rows, units

@@ -1,7 +1,5 @@
 """Runs on disk: written row by row, read back whole or to where they were cut off, and merged."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What every study says about the made-up run and changed ones, and what holds for all studies."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tables as Markdown and for a terminal, each with the circumstances of its numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -395,5 +395,4 @@ def _choose(
                 return impl, options
             reason = f"{impl.name} is not the fastest here"
         reasons.append(reason)
-    msg = f"impl: {'; '.join(reasons)}"
-    raise ValueError(msg)
+    raise ValueError(f"impl: {'; '.join(reasons)}")

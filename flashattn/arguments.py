@@ -47,8 +47,7 @@ def scored_by(
     found, heads = {}, 1 if q.ndim == 3 else q.shape[1]  # noqa: PLR2004 - [B, T, D]
     if alibi_slopes is not None:
         if packed:
-            msg = "alibi_slopes: not with documents: positions are those of the whole"
-            raise ValueError(msg)
+            raise ValueError("alibi_slopes: not with documents: positions are those of the whole")
         slopes = check_alibi_slopes(alibi_slopes, q.shape[0], heads, q.device)
         found["alibi_slopes"] = slopes
     if bias is not None:

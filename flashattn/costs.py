@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from flashattn.checks import check_among
 from flashattn.lm import Config
 from flashattn.mask import CAUSAL
 
@@ -22,9 +23,7 @@ HELD = ("naive", "naive_autocast", "flash")
 
 def _passes(step: Step) -> tuple[int, int]:
     """Return the number of forward and backward passes of a step."""
-    if step not in PASSES:
-        msg = f"step: wanted one of {', '.join(PASSES)}, got {step!r}"
-        raise ValueError(msg)
+    check_among("step", step, PASSES)
     return PASSES[step]
 
 
@@ -67,12 +66,9 @@ class Costs:
         """Validate the arguments."""
         for name in ("batch", "context"):
             if getattr(self, name) < 1:
-                msg = f"{name}: wanted at least 1, got {getattr(self, name)}"
-                raise ValueError(msg)
-        for name, known in {"precision": tuple(BYTES), "attention": HELD}.items():
-            if getattr(self, name) not in known:
-                msg = f"{name}: wanted one of {', '.join(known)}, got {getattr(self, name)!r}"
-                raise ValueError(msg)
+                raise ValueError(f"{name}: wanted at least 1, got {getattr(self, name)}")
+        check_among("precision", self.precision, BYTES)
+        check_among("attention", self.attention, HELD)
         if self.documents is not None and sum(self.documents) != self.context:
             msg = f"documents: wanted {self.context} tokens in all, got {sum(self.documents)}"
             raise ValueError(msg)

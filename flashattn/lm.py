@@ -54,17 +54,14 @@ class Config:
         """Validate the sizes."""
         for name in ("width", "hidden", "layers", "heads", "vocab", "longest"):
             if getattr(self, name) < 1:
-                msg = f"{name}: wanted at least 1, got {getattr(self, name)}"
-                raise ValueError(msg)
+                raise ValueError(f"{name}: wanted at least 1, got {getattr(self, name)}")
         if self.width % self.heads != 0 or self.head_dim % 2 != 0:
-            msg = (
+            raise ValueError(
                 f"heads: wanted a divisor of the width {self.width} that leaves an even head"
                 f" dimension, got {self.heads}"
             )
-            raise ValueError(msg)
         if not self.theta > 0:
-            msg = f"theta: wanted a number above 0, got {self.theta}"
-            raise ValueError(msg)
+            raise ValueError(f"theta: wanted a number above 0, got {self.theta}")
 
     @property
     def head_dim(self) -> int:

@@ -318,8 +318,7 @@ def of(seen: torch.Tensor | Predicate) -> RowMask:
         return _OfTensor(seen.reshape(-1, *shape[-2:]))
     predicate = getattr(seen, "mask_mod", seen)  # of a BlockMask
     if not callable(predicate):
-        msg = f"mask: wanted a bool tensor or a predicate of (b, h, t, s), got {seen!r}"
-        raise ValueError(msg)  # noqa: TRY004 - one kind of error for one kind of mistake
+        raise ValueError(f"mask: wanted a bool tensor or a predicate of (b, h, t, s), got {seen!r}")  # noqa: TRY004 - one kind of error for one kind of mistake
     return _Of(predicate)
 
 
@@ -331,10 +330,9 @@ def runs_of(seen: torch.Tensor, first: int) -> Rows:
     holes = (seen.sum(-1) != (high - low).clamp(min=0)).nonzero()
     if len(holes):
         row = first + int(holes[0, 1])
-        msg = (
+        raise ValueError(
             f"mask: query {row} sees keys that are not next to one another; FlexAttention has such"
         )
-        raise ValueError(msg)
     return low, high
 
 

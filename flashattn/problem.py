@@ -366,17 +366,14 @@ def _check_tensor(name: str, x: object, q: torch.Tensor) -> None:
         msg = f"{name}: wanted a tensor, got {type(x).__name__}"
         raise ValueError(msg)  # noqa: TRY004 - one kind of error for one kind of mistake
     if x.layout != torch.strided or x.is_nested:
-        msg = (
+        raise ValueError(
             f"{name}: wanted a dense (strided) tensor, got {'nested' if x.is_nested else x.layout}"
         )
-        raise ValueError(msg)
     if x.dtype not in _DTYPES:
-        msg = f"{name}: wanted dtype {', '.join(DTYPES)}, got {x.dtype}"
-        raise ValueError(msg)
+        raise ValueError(f"{name}: wanted dtype {', '.join(DTYPES)}, got {x.dtype}")
     if x.ndim not in (3, 4):
         shapes = "[batch, heads, sequence, head_dim] or [batch, sequence, head_dim]"
-        msg = f"{name}: wanted {shapes}, got {x.ndim} dimensions"
-        raise ValueError(msg)
+        raise ValueError(f"{name}: wanted {shapes}, got {x.ndim} dimensions")
     if x is q:
         return
     facts: tuple[tuple[str, object, object], ...] = (
@@ -386,8 +383,7 @@ def _check_tensor(name: str, x: object, q: torch.Tensor) -> None:
     )
     for what, got, wanted in facts:
         if got != wanted:
-            msg = f"{name}: wanted q's {what}, {wanted}, got {got}"
-            raise ValueError(msg)
+            raise ValueError(f"{name}: wanted q's {what}, {wanted}, got {got}")
 
 
 def _check_shape(name: str, x: torch.Tensor, wanted: tuple[int, ...]) -> None:

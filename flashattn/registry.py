@@ -226,8 +226,7 @@ def register(
         if not callable(call):
             raise TypeError(f"{name}: wanted a callable, got {call!r}")
         if name == "auto" or name in _impls:
-            msg = f"name: wanted one that is not taken, got {name!r}"
-            raise ValueError(msg)
+            raise ValueError(f"name: wanted one that is not taken, got {name!r}")
         _impls[name] = Impl(name=name, call=call, limits=why_not, grad_limits=why_no_grad, **facts)
         return call
 

@@ -36,8 +36,7 @@ def check_softcap(softcap: float | None) -> float | None:
     number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
     if not (number and SMALLEST <= softcap <= 1 / SMALLEST):
         wanted = f"a number from {SMALLEST} to {1 / SMALLEST:.0f} or None"
-        msg = f"softcap: wanted {wanted}, got {softcap!r}"
-        raise ValueError(msg)
+        raise ValueError(f"softcap: wanted {wanted}, got {softcap!r}")
     return float(softcap)
 
 

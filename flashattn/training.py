@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from flashattn.checks import check_among
 from flashattn.lm import Attention, Config, TransformerLM, cross_entropy
 
 # The dtype of autocast for each precision; None disables autocast.
@@ -136,15 +137,11 @@ class Trainer:
 
 
 def _check(config: Config, *, batch: int, context: int, precision: str) -> None:
-    if precision not in AUTOCAST:
-        msg = f"precision: wanted one of {', '.join(AUTOCAST)}, got {precision!r}"
-        raise ValueError(msg)
+    check_among("precision", precision, AUTOCAST)
     if batch < 1:
-        msg = f"batch: wanted at least 1, got {batch}"
-        raise ValueError(msg)
+        raise ValueError(f"batch: wanted at least 1, got {batch}")
     if not 1 <= context <= config.longest:
-        msg = f"context: wanted 1 to {config.longest}, got {context}"
-        raise ValueError(msg)
+        raise ValueError(f"context: wanted 1 to {config.longest}, got {context}")
 
 
 @contextmanager

@@ -48,17 +48,14 @@ def weighted_sum(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         ValueError: x or w has a wrong shape, dtype or device.
     """
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        msg = f"x: wanted fp32, fp16 or bf16, got {x.dtype}"
-        raise ValueError(msg)
+        raise ValueError(f"x: wanted fp32, fp16 or bf16, got {x.dtype}")
     if x.ndim == 0 or x.shape[-1] == 0:
-        msg = f"x: wanted [..., D] with D at least 1, got shape {list(x.shape)}"
-        raise ValueError(msg)
+        raise ValueError(f"x: wanted [..., D] with D at least 1, got shape {list(x.shape)}")
     for what, got, wanted in (
         ("shape", list(w.shape), [x.shape[-1]]),
         ("dtype", w.dtype, x.dtype),
         ("device", w.device, x.device),
     ):
         if got != wanted:
-            msg = f"w: wanted {what} {wanted}, got {got}"
-            raise ValueError(msg)
+            raise ValueError(f"w: wanted {what} {wanted}, got {got}")
     return WeightedSum.apply(x, w)

@@ -52,8 +52,8 @@ ALLOWED = {
     "parallel": CALL | {"api", "gpus", "kernels", "masks", "ops", "parallel", "plan", "tiled"},
     "integrations": MEANING | {"api", "checks", "gpus", "integrations", "masks", "ops", "plan"},
     "lm": set(),
-    "costs": {"lm", "mask"},
-    "training": {"lm", "parallel"},
+    "costs": {"checks", "lm", "mask"},
+    "training": {"checks", "lm", "parallel"},
     "testing": MEANING
     | {"checks", "impls", "parallel", "reference", "registry", "testing"}
     | {"costs", "lm", "measure", "report", "training"},

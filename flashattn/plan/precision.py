@@ -23,8 +23,7 @@ def input_precision(asked: str, dtype: torch.dtype) -> str:
         ValueError: ``asked`` is none of these.
     """
     if asked not in PRECISIONS:
-        msg = f"precision: wanted one of {', '.join(PRECISIONS)}, got {asked!r}"
-        raise ValueError(msg)
+        raise ValueError(f"precision: wanted one of {', '.join(PRECISIONS)}, got {asked!r}")
     if dtype != torch.float32:
         return "ieee"
     if asked != "auto":

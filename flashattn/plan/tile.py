@@ -97,11 +97,9 @@ class Tile:
                 msg = f"{name}: wanted a power of two from {least} to {most}, got {value}"
                 raise ValueError(msg)
         if not 1 <= self.stages <= 8:  # noqa: PLR2004 - more would not fit any shared memory
-            msg = f"stages: wanted 1 to 8, got {self.stages}"
-            raise ValueError(msg)
+            raise ValueError(f"stages: wanted 1 to 8, got {self.stages}")
         if self.registers and not 24 <= self.registers <= 255:  # noqa: PLR2004 - the hardware's
-            msg = f"registers: wanted 0, or 24 to 255, got {self.registers}"
-            raise ValueError(msg)
+            raise ValueError(f"registers: wanted 0, or 24 to 255, got {self.registers}")
 
     def __str__(self) -> str:
         """Return block_q x block_kv, warps, stages, and the limit on registers, if any."""
@@ -117,8 +115,7 @@ class Tile:
 def _at_least(tile: object, least: int, *names: str) -> None:
     for name in names:
         if getattr(tile, name) < least:
-            msg = f"{name}: wanted {least} at least, got {getattr(tile, name)}"
-            raise ValueError(msg)
+            raise ValueError(f"{name}: wanted {least} at least, got {getattr(tile, name)}")
 
 
 @dataclass(frozen=True)
@@ -150,8 +147,7 @@ class HopperTile:
             raise ValueError(msg)
         _at_least(self, 2, "stages")
         if self.consumers not in (2, 3):
-            msg = f"consumers: wanted 2 or 3, got {self.consumers}"
-            raise ValueError(msg)
+            raise ValueError(f"consumers: wanted 2 or 3, got {self.consumers}")
         if self.registers % 8 or not 24 <= self.registers <= 240:  # noqa: PLR2004
             msg = f"registers: wanted a multiple of 8 from 24 to 240, got {self.registers}"
             raise ValueError(msg)

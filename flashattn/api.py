@@ -14,13 +14,12 @@ import flashattn.impls  # noqa: F401 - registers everyone
 from flashattn import registry
 from flashattn.arguments import (
     autocast_dtype,
-    bounds_asked,
     cast,
+    check_sizes,
     facts_of,
     of_one_width,
     only_v_differs_in_width,
     scored_by,
-    unknown_rows,
     widened,
 )
 from flashattn.bounds import Bounds
@@ -31,10 +30,8 @@ from flashattn.masks import RowMask
 from flashattn.plan.precision import PRECISIONS
 from flashattn.plan.spec import ALIGNMENT, signature
 from flashattn.problem import Problem
-from flashattn.resolve import Documents
-from flashattn.score import (
-    Relative,
-)
+from flashattn.resolve import Documents, bounds_of
+from flashattn.score import Relative
 
 _deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001 - torch's wrapper is slower
 # The order in which "auto" tries implementations.
@@ -153,7 +150,8 @@ def attention(
     tensors: dict[str, Any] = {}
     given = causal, window, documents, mask, alibi_slopes, bias, sink
     if documents is not None or mask is not None:
-        tensors["bounds"] = bounds_asked(q, k, v, Mask.of(causal, window), documents, mask)
+        check_sizes(q, k, v)
+        tensors["bounds"] = bounds_of(q, k, Mask.of(causal, window), documents, mask)
         causal, window = False, UNBOUNDED
     if alibi_slopes is not None or bias is not None or sink is not None:
         tensors |= scored_by(q, k, v, alibi_slopes, bias, sink, packed=documents is not None)
@@ -306,8 +304,7 @@ def _preparer(
         whether it also works for other lengths.
     """
     alike = of_one_width(q, k, v) if only_v_differs_in_width(q, k, v) else (q, k, v)
-    facts = {**facts_of(tensors), "documents": unknown_rows("bounds" in tensors)}
-    problem = Problem.of(*alike, causal=causal, window=window, softcap=softcap, **facts)
+    problem = Problem.of(*alike, causal=causal, window=window, softcap=softcap, **facts_of(tensors))
     learned = (x for x in tensors.values() if isinstance(x, torch.Tensor))
     grad = any(x.requires_grad for x in (q, k, v, *learned))
     wanted = {"grad": grad, "lse": return_lse}

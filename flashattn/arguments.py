@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from flashattn.bounds import Bounds
-from flashattn.mask import Mask
-from flashattn.masks import RowMask
 from flashattn.problem import Problem
-from flashattn.resolve import Documents, bounds_of
 from flashattn.score import Relative, check_alibi_slopes, check_bias, check_sink, dimensions
-
-
-def bounds_asked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Mask,
-    documents: Documents | None,
-    rows: RowMask | None,
-) -> Bounds:
-    """Return the bounds that the arguments of ``attention`` ask for."""
-    _check_sizes(q, k, v)
-    return bounds_of(q, k, mask, documents, rows)
 
 
 def scored_by(
@@ -43,7 +26,7 @@ def scored_by(
     Raises:
         ValueError: one does not fit, or there are slopes with packed documents.
     """
-    _check_sizes(q, k, v)
+    check_sizes(q, k, v)
     found, heads = {}, 1 if q.ndim == 3 else q.shape[1]  # noqa: PLR2004 - [B, T, D]
     if alibi_slopes is not None:
         if packed:
@@ -58,20 +41,19 @@ def scored_by(
 
 
 def facts_of(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a ``Problem`` that describe ALiBi slopes, bias and sink."""
-    named = dimensions(tensors.get("bias"))
-    return {"alibi": "alibi_slopes" in tensors, "bias": named, "sink": "sink" in tensors}
+    """Return the fields of a ``Problem`` that describe bounds, ALiBi slopes, bias and sink."""
+    return {
+        "documents": "unknown" if "bounds" in tensors else None,
+        "alibi": "alibi_slopes" in tensors,
+        "bias": dimensions(tensors.get("bias")),
+        "sink": "sink" in tensors,
+    }
 
 
-def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Check that q and k have the dimensions that the checks of other arguments rely on."""
     if not all(isinstance(x, torch.Tensor) and x.ndim in (3, 4) for x in (q, k)):
         Problem.of(q, k, v)  # raises, and says what is wrong
-
-
-def unknown_rows(rows: bool) -> Literal["unknown"] | None:  # noqa: FBT001
-    """Return ``Problem.documents``: "unknown" if there is a mask by rows, else None."""
-    return "unknown" if rows else None
 
 
 def only_v_differs_in_width(*tensors: torch.Tensor) -> bool:

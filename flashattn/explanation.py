@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashattn.arguments import (
-    facts_of,
-    of_one_width,
-    only_v_differs_in_width,
-    scored_by,
-    unknown_rows,
-)
+from flashattn.arguments import facts_of, of_one_width, only_v_differs_in_width, scored_by
 from flashattn.checks import check_among, check_scale
 from flashattn.gpus import gpu_of
 from flashattn.mask import UNBOUNDED, Causal, Window
@@ -83,7 +77,7 @@ def explain(
     if rows:
         causal, window = False, UNBOUNDED
     scored = scored_by(q, k, v, alibi_slopes, bias, sink, packed=False)
-    facts = {**facts_of(scored), "documents": unknown_rows(rows)}
+    facts = facts_of(scored) | {"documents": "unknown" if rows else None}
     problem = Problem.of(*alike, causal=causal, window=window, softcap=softcap, **facts)
     check_among("impl", impl, FAMILIES)
     if not isinstance(gpu, Gpu):

@@ -36,7 +36,7 @@ ALLOWED = {
     "claims": {"checks", "mask", "problem"},
     "registry": MEANING | {"claims", "dispatch"},
     "impls": CALL | {"claims", "gpus", "impls", "prepare", "reference", "tiled"},
-    "arguments": MEANING | {"masks"},
+    "arguments": {"problem", "score"},
     "explanation": {
         "arguments",
         "checks",

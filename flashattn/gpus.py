@@ -10,7 +10,6 @@ import torch
 
 from flashattn.plan import support
 from flashattn.plan.gpu import CARDS, Gpu
-from flashattn.plan.spec import Family
 from flashattn.problem import Problem
 
 _MAJOR, _MINOR = map(int, version("triton").split(".")[:2])
@@ -73,8 +72,3 @@ def why_not_hopper(problem: Problem, device: torch.device, *, backward: bool = F
     """Return why the Hopper kernels of a pass cannot solve ``problem`` on ``device``, or None."""
     gpu = gpu_of(device) if device.type == "cuda" else None
     return support.why_not_hopper_pass(problem, gpu, backward=backward)
-
-
-def fastest_family(problem: Problem, device: torch.device) -> Family | None:
-    """Return the family of the fastest kernels for ``problem``, or None if none can solve it."""
-    return "auto" if why_not(problem, device) is None else None

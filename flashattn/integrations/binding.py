@@ -64,14 +64,13 @@ def _options(
         scale = check_scale(scale, problem.head_dim)
     except ValueError:
         return None
-    family = gpus.fastest_family(problem, q.device)
-    if family is None:
+    if gpus.why_not(problem, q.device) is not None:
         return None
     left, right = None, None
     if mask is not None:
         band = mask.over(problem.seq_q, problem.seq_kv)
         left, right = band.left, band.right
-    return Options(right, scale, family=family, left=left, bounds=int(mask is None), bias=added)
+    return Options(right, scale, family="auto", left=left, bounds=int(mask is None), bias=added)
 
 
 @lru_cache(BOUND)

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from flashattn import api, registry
 from flashattn.checks import check_among, check_scale
-from flashattn.gpus import fastest_family
+from flashattn.gpus import why_not
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.masks import RowMask
 from flashattn.parallel import keys
@@ -226,7 +226,8 @@ def _family(impl: str, problem: Problem, device: torch.device) -> str:
         ValueError: they cannot solve the problem, or have no backward from o and lse of whole rows.
     """
     if impl == "auto":
-        return (device.type == "cuda" and fastest_family(problem, device)) or keys.TILED
+        ours = device.type == "cuda" and why_not(problem, device) is None
+        return "auto" if ours else keys.TILED
     check_among("impl", impl, IMPLS)
     reason = registry.get(impl).why_not(problem, device, grad=True, lse=True)
     if reason is not None:

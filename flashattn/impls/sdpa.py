@@ -7,7 +7,7 @@ take.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,20 +108,10 @@ def _refuse(_: object) -> None:
 
 
 def _backend(backend: SDPBackend) -> Callable[..., torch.Tensor]:
-    def call(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        causal: Causal,
-        window: Window = UNBOUNDED,
-        bounds: Bounds | None = None,
-        bias: torch.Tensor | None = None,
-        scale: float,
-    ) -> torch.Tensor:
-        how: dict[str, Any] = {"causal": causal, "window": window, "bounds": bounds, "bias": bias}
+    @wraps(_sdpa)
+    def call(*inputs: Any, **options: Any) -> torch.Tensor:
         with sdpa_kernel(backend):
-            return _sdpa(q, k, v, **how, scale=scale)
+            return _sdpa(*inputs, **options)
 
     return call
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from flashattn.bounds import Bounds, of_rows
-from flashattn.dispatch import dispatch_is_trivial
 from flashattn.mask import FULL
 from flashattn.masks import RowMask
 from flashattn.parallel.plan import Plan, Task, placed, plan
-from flashattn.resolve import Documents, bounds_of
-
-_KEPT: Any = WeakIdKeyDictionary()  # by the bounds of the whole, which the layers of a model share
+from flashattn.resolve import Documents, bounds_of, kept
 
 
 def local_bounds(
@@ -41,12 +35,12 @@ def local_bounds(
     aligned = isinstance(documents, torch.Tensor) and task.seq_q == task.seq_kv
     limit = task.mask if documents is None or aligned else FULL
     task = task._replace(mask=limit, by_rows=True)
-    if not dispatch_is_trivial(q) or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return task, _local(whole, task, plan(task, rank), rank)
-    kept = _KEPT.setdefault(whole.keys, {})
-    if (task, rank) not in kept:
-        kept[task, rank] = _local(whole, task, plan(task, rank), rank)
-    return task, kept[task, rank]
+
+    def make() -> list[torch.Tensor]:
+        return _local(whole, task, plan(task, rank), rank)
+
+    # The layers of a model share the bounds of the whole.
+    return task, kept(q, whole.keys, (), (task, rank), make)
 
 
 def _local(whole: Bounds, task: Task, ours: Plan, rank: int) -> list[torch.Tensor]:

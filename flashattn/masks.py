@@ -182,7 +182,7 @@ class _Rows(RowMask):
     high: torch.Tensor
 
     def rows(self, sizes: Sizes) -> Rows:
-        low, high = (_matrix(x) for x in (self.low, self.high))
+        low, high = torch.atleast_2d(self.low, self.high)
         if low.shape[1] != sizes.seq_q:
             raise ValueError(f"mask: wanted {sizes.seq_q} rows, one a query, got {low.shape[1]}")
         return _on(low, "rows", sizes), _on(high, "rows", sizes)
@@ -205,13 +205,13 @@ def rows(low: torch.Tensor, high: torch.Tensor) -> RowMask:
     Raises:
         ValueError: ``low`` or ``high`` does not fit, or decreases.
     """
-    found = [integers(name, x, 1, 2) for name, x in {"low": low, "high": high}.items()]
+    low, high = integers("low", low, 1, 2), integers("high", high, 1, 2)
     if low.shape != high.shape:
         raise ValueError(f"high: wanted low's shape, {list(low.shape)}, got {list(high.shape)}")
     for name, x in {"low": low, "high": high}.items():
         if readable(x) and (x.diff(dim=-1) < 0).any():
             raise ValueError(f"{name}: wanted numbers that never fall from one query to the next")
-    return _Rows(*found)
+    return _Rows(low, high)
 
 
 @dataclass(frozen=True, eq=False)
@@ -369,10 +369,6 @@ def _on(x: torch.Tensor, name: str, sizes: Sizes) -> torch.Tensor:
     if x.device != sizes.device:
         raise ValueError(f"mask: wanted {name} on q's device, {sizes.device}, got {x.device}")
     return x
-
-
-def _matrix(x: torch.Tensor) -> torch.Tensor:
-    return x if x.ndim > 1 else x[None]
 
 
 def readable(x: torch.Tensor) -> bool:

@@ -107,10 +107,8 @@ def _all_others(
 
 def _asked(gradients: Gradients, extras: Extras, *, bias_grad: bool) -> Gradients:
     """Drop the gradients that are not asked for from those that an operator returns."""
-    dq, dk, dv, dbias, dsink = gradients
-    wanted = {"dbias": bias_grad, "dsink": extras.sink is not None}
-    others = {"dbias": dbias, "dsink": dsink}
-    return dq, dk, dv, *(others[name] for name, there in wanted.items() if there)
+    *found, dbias, dsink = gradients
+    return *found, *[dbias] * bias_grad, *[dsink] * (extras.sink is not None)
 
 
 def _options(

@@ -38,13 +38,17 @@ SplitTargets = tuple[tuple[int, int], ...]
 
 
 def rows(
-    tiles: dict[tuple[Kernel, int, int], TileNumbers | tuple[TileNumbers, TileNumbers]],
+    tiles: Mapping[
+        tuple[Kernel, int, int | tuple[int, ...]], TileNumbers | tuple[TileNumbers, TileNumbers]
+    ],
     *,
     descriptors: bool = False,
     decomposed: bool = False,
     aligned: bool = False,
 ) -> Table:
     """Expand rows (kernel, bytes, BLOCK_D) of one tile, or of one unmasked and one causal tile.
+
+    Several values of BLOCK_D may share a row.
 
     Args:
         tiles: the rows.
@@ -53,12 +57,13 @@ def rows(
         aligned: whether they are for TMA-compatible inputs, however they load.
     """
     table: Table = {}
-    for (kernel, size, d), numbers in tiles.items():
+    for (kernel, size, dims), numbers in tiles.items():
         full, causal = numbers if isinstance(numbers[0], tuple) else (numbers, numbers)
-        for mask, tile in ((False, full), (True, causal)):
-            limit = tile[4] if len(tile) == 5 else 0  # noqa: PLR2004
-            key = kernel, size, d, mask, descriptors or decomposed or aligned
-            table[key] = Tile(*tile[:4], descriptors, limit, decomposed)
+        for d in dims if isinstance(dims, tuple) else (dims,):
+            for mask, tile in ((False, full), (True, causal)):
+                limit = tile[4] if len(tile) == 5 else 0  # noqa: PLR2004
+                key = kernel, size, d, mask, descriptors or decomposed or aligned
+                table[key] = Tile(*tile[:4], descriptors, limit, decomposed)
     return table
 
 

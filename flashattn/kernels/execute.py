@@ -24,7 +24,6 @@ from flashattn.plan.plan import BackwardPlan, ForwardPlan, Workspace
 from flashattn.plan.precision import input_precision
 from flashattn.plan.spec import (
     Extras,
-    Family,
     Options,
     Signature,
     TensorSpec,
@@ -260,15 +259,8 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    right: int | None,
-    scale: float,
-    left: int | None = None,
-    softcap: float | None = None,
     extras: Sequence[torch.Tensor | None] = (),
-    query_offset: int = 0,
-    precision: str = "auto",
-    family: Family = "triton",
-    **instead: Any,
+    **asked: Any,
 ) -> Outputs:
     """Return o [B, H, T, Dv] in q's dtype, and lse [B, H, T] in fp32.
 
@@ -276,62 +268,42 @@ def forward(
         q: [B, H, T, D], checked.
         k: [B, G, S, D], checked.
         v: [B, G, S, Dv], checked; Dv is at most D.
-        right: see ``Options``.
-        scale: see ``Options``.
-        left: see ``Options``.
-        softcap: see ``Options``.
         extras: all of ``Extras``, or nothing.
-        query_offset: see ``Options``.
-        precision: see ``precision.input_precision``.
-        family: see ``Options``.
-        instead: overrides for ``choose_forward``.
+        asked: fields of ``Options``, with any ``precision.PRECISIONS`` as precision, or overrides
+            for ``choose_forward``.
     """
-    precision = input_precision(precision, q.dtype)
-    options = Options(right, scale, precision, family, left=left, softcap=softcap)
-    options = options._replace(query_offset=query_offset).given(extras)
+    options, instead = _options(q.dtype, extras, **asked)
     return prepare_forward(q, k, v, options, **instead)(q, k, v, *extras)
 
 
 def backward(
-    grads: Grads,
-    saved: Saved,
-    *,
-    right: int | None,
-    scale: float,
-    left: int | None = None,
-    softcap: float | None = None,
-    extras: Sequence[torch.Tensor | None] = (),
-    query_offset: int = 0,
-    precision: str = "auto",
-    family: Family = "triton",
-    deterministic: bool = True,
-    bias_grad: bool = False,
-    **instead: Any,
+    grads: Grads, saved: Saved, *, extras: Sequence[torch.Tensor | None] = (), **asked: Any
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of q, k and v, in their dtype, and those of a bias and of sinks.
 
     Args:
         grads: of o [B, H, T, Dv], and of lse [B, H, T] or None.
         saved: q, k, v as ``forward`` took them, o and lse as it returned them.
-        right: as in ``forward``.
-        scale: as in ``forward``.
-        left: as in ``forward``.
-        softcap: as in ``forward``.
         extras: as in ``forward``.
-        query_offset: as in ``forward``.
-        precision: as in ``forward``.
-        family: as in ``forward``.
-        deterministic: see ``Options``.
-        bias_grad: see ``Options``.
-        instead: overrides for ``choose_backward``.
+        asked: as in ``forward``, or overrides for ``choose_backward``.
     """
-    precision = input_precision(precision, saved[0].dtype)
-    options = Options(right, scale, precision, family, deterministic, left, softcap)
-    options = options._replace(query_offset=query_offset, bias_grad=bias_grad).given(extras)
+    options, instead = _options(saved[0].dtype, extras, **asked)
     (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
     run = prepare_backward(grads, saved, options, **instead)
     gradients: tuple[torch.Tensor, ...] = run(q, k, v, grad_o, o, lse, grad_lse, *extras)
     return gradients
+
+
+def _options(
+    dtype: torch.dtype,
+    extras: Sequence[torch.Tensor | None],
+    *,
+    precision: str = "auto",
+    **asked: Any,
+) -> tuple[Options, dict[str, Any]]:
+    """Return the options of a call, and what else is asked for: overrides of its plan."""
+    own = {name: asked.pop(name) for name in Options._fields if name in asked}
+    return Options(precision=input_precision(precision, dtype), **own).given(extras), asked
 
 
 def prepare_forward(

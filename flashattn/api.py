@@ -321,11 +321,7 @@ def _preparer(
 
 
 def _widened(
-    chosen: registry.Impl,
-    how: dict[str, Any],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    chosen: registry.Impl, how: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> registry.AttentionCall:
     """Prepare a call of an implementation that needs Dv = D: inputs are padded, and o is cut."""
     attend, columns = _of_heads(chosen, how, *widened(q, k, v)), v.shape[-1]
@@ -340,11 +336,7 @@ def _widened(
 
 
 def _of_heads(
-    chosen: registry.Impl,
-    how: dict[str, Any],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    chosen: registry.Impl, how: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> registry.AttentionCall:
     """Prepare a call for tensors like these, with or without a head dimension."""
     if q.ndim != 3:  # noqa: PLR2004 - [B, H, T, D]

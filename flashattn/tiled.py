@@ -313,9 +313,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 
     @staticmethod
     def backward(  # noqa: D102
-        ctx: Any,
-        grad_o: torch.Tensor | None,
-        grad_lse: torch.Tensor | None = None,
+        ctx: Any, grad_o: torch.Tensor | None, grad_lse: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
         dq, dk, dv, *_ = _Tiled.backward(ctx, grad_o, grad_lse)
         return dq, dk, dv, None, None, None

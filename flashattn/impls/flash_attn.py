@@ -53,10 +53,7 @@ def _attending(module: str) -> Callable[..., torch.Tensor]:
         sink: torch.Tensor | None = None,
         scale: float,
     ) -> torch.Tensor:
-        options: dict[str, Any] = {
-            "softmax_scale": scale,
-            "causal": bool(causal),
-        }
+        options: dict[str, Any] = {"softmax_scale": scale, "causal": bool(causal)}
         if softcap is not None:
             options["softcap"] = softcap
         if alibi_slopes is not None:

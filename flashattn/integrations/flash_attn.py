@@ -25,12 +25,7 @@ from flashattn.integrations.arguments import (
     unpacked,
 )
 from flashattn.integrations.kvcache import flash_attn_with_kvcache
-from flashattn.integrations.packed import (
-    Used,
-    bounds_of_packed,
-    heads_first,
-    tokens_first,
-)
+from flashattn.integrations.packed import Used, bounds_of_packed, heads_first, tokens_first
 from flashattn.mask import UNBOUNDED, Mask
 from flashattn.masks import of_bounds, rows
 

@@ -143,11 +143,7 @@ def choose_forward(
 
 
 def choose_backward(
-    specs: Sequence[TensorSpec],
-    gpu: Gpu,
-    options: Options,
-    *,
-    tile: HopperBackward | None = None,
+    specs: Sequence[TensorSpec], gpu: Gpu, options: Options, *, tile: HopperBackward | None = None
 ) -> BackwardPlan:
     """Return how dq, dk and dv are computed.
 

@@ -218,12 +218,7 @@ def _split_why(x: Split, rows: str) -> tuple[str, ...]:
 
 
 def backward(
-    q: TensorSpec,
-    k: TensorSpec,
-    v: TensorSpec,
-    grad_o: TensorSpec,
-    gpu: Gpu,
-    options: Options,
+    q: TensorSpec, k: TensorSpec, v: TensorSpec, grad_o: TensorSpec, gpu: Gpu, options: Options
 ) -> BackwardPlan:
     """Return the plan of the portable backward: one launch, fused passes, or two passes."""
     inputs, rows = (q, k, v, grad_o), tables.rows_of(gpu)

@@ -158,11 +158,7 @@ FUSED = (
         }
     )
     | rows({("bwd_fused", 2, (64, 128)): (64, 64, 4, 2)}, descriptors=True)
-    | rows(
-        {("bwd_fused", 4, (16, 32, 64)): (64, 64, 4, 2)},
-        descriptors=True,
-        decomposed=True,
-    )
+    | rows({("bwd_fused", 4, (16, 32, 64)): (64, 64, 4, 2)}, descriptors=True, decomposed=True)
 )
 # One TF32 product, which needs no registers for terms, so larger tiles fit. N = 4096, 2026-11-22.
 # Kernels without a row use the tile of six products.

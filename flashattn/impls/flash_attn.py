@@ -6,10 +6,11 @@ windows are aligned at the bottom right.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +18,6 @@ from flashattn.mask import FULL, UNBOUNDED, Causal, Mask, Window
 from flashattn.problem import Lengths, Problem
 from flashattn.registry import WhyNot, register
 from flashattn.resolve import cumulative
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MODULES = {
     "flash_attn_2": "flash_attn",

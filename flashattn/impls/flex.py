@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,6 @@ from flashattn.problem import Problem
 from flashattn.registry import register
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.nn.attention.flex_attention import BlockMask
 
 

@@ -7,8 +7,9 @@ take.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,9 +21,6 @@ from flashattn.mask import CORNERS, FULL, UNBOUNDED, Band, Causal, Mask, Window
 from flashattn.problem import Problem
 from flashattn.registry import WhyNot, register
 from flashattn.score import Terms, is_relative
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 HALF = ("float16", "bfloat16")
 BACKENDS = {

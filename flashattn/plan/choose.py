@@ -18,7 +18,7 @@ from flashattn.plan.plan import BackwardPlan, ForwardPlan, Plan
 from flashattn.plan.precision import input_precision
 from flashattn.plan.rows import Kernel
 from flashattn.plan.spec import OF_VALUES, Family, Options, TensorSpec
-from flashattn.plan.support import hopper_lacks, why_not_hopper_pass, why_not_portable
+from flashattn.plan.support import hopper_lacks, why_not_hopper_pass, why_not_portable, why_not_tma
 from flashattn.plan.tile import HopperBackward, HopperTile, Tile
 from flashattn.problem import Problem
 
@@ -166,7 +166,7 @@ def choose_backward(
     if pays and q.dtype != torch.float32:
         tile = tile or hopper.backward_tile(q, k, gpu, options)
         loaded = copied(specs, copies)[:3]
-        reason = hopper.why_not_backward(loaded, options, tile)
+        reason = why_not_tma(*loaded, scale=options.scale) if tile else hopper.NO_TILE
         pays = reason is None
         if reason is not None:
             why.append(_portable_instead(reason, options))

@@ -45,6 +45,7 @@ from flashattn.problem import ALIGNMENT
 from flashattn.score import is_relative
 
 Of = TypeVar("Of")
+NO_TILE = "no tile for so few columns"
 
 
 def columns(head_dim: int) -> int:
@@ -179,7 +180,7 @@ def forward(
     if isinstance(tile, HopperTile):
         found = tile
     if found is None:
-        return "no tile for so few columns"
+        return NO_TILE
     reason = why_not_tma(q, k, v, scale=options.scale)
     if reason is not None:
         return reason
@@ -259,15 +260,6 @@ def backward_tile(
         return _from(rows.DETERMINISTIC, head_dim, queries, causal=causal)
     table = rows.DETERMINISTIC if deterministic else rows.BACKWARD
     return _from(table, head_dim, seq_q, causal=causal)
-
-
-def why_not_backward(
-    inputs: Sequence[TensorSpec], options: Options, tile: HopperBackward | None
-) -> str | None:
-    """Return why Hopper's half-precision backward cannot run for q, k and v, or None."""
-    if tile is None:
-        return "no tile for so few columns"
-    return why_not_tma(*inputs, scale=options.scale)
 
 
 def backward(

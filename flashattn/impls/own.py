@@ -20,28 +20,22 @@ from flashattn.registry import register
 Pair = tuple[torch.Tensor, torch.Tensor]
 # Every mask, softcap, ALiBi, bias, sinks and the logsumexp.
 EVERYTHING: dict[str, Any] = {**MASKS_AND_SCORES, "sink": True, "lse": True}
-
-
-register(
-    "triton",
-    why_not=gpus.why_not,
-    fastest=lambda *_: {"family": "auto"},  # the plan takes the faster kernels for each pass
-    prepares=True,
-    any_length=True,
-    narrow_values=True,
+_KERNELS: dict[str, Any] = {
+    "fastest": lambda *_: {"family": "auto"},  # the plan takes the faster kernels for each pass
+    **dict.fromkeys(("prepares", "any_length", "narrow_values"), True),
     **EVERYTHING,
-    denormals=False,
-)(partial(prepare, family="triton", deterministic=True))
+}
+
+register("triton", why_not=gpus.why_not, denormals=False, **_KERNELS)(
+    partial(prepare, family="triton", deterministic=True)
+)
 register(
     "hopper",
     why_not=gpus.why_not_hopper,
     why_no_grad=partial(gpus.why_not_hopper, backward=True),
-    fastest=lambda *_: {"family": "auto"},  # as above; ``deterministic`` is an option here
-    prepares=True,
-    any_length=True,
-    narrow_values=True,
-    **EVERYTHING | {"any_scale": False},
-)(partial(prepare, family="hopper"))
+    any_scale=False,
+    **_KERNELS,
+)(partial(prepare, family="hopper"))  # ``deterministic`` is an option here
 
 
 def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 IMPLS = ("auto", "triton", "hopper", "tiled")
-_NO_BOUNDS: list[torch.Tensor] = []
 STAYS = {Replicate(), Shard(0), Shard(1)}
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -160,10 +159,6 @@ class Where(NamedTuple):
                 )
         return cls(mesh.get_group().group_name, rank, placement, seq_q, seq_kv)
 
-    def task(self, mask: Mask) -> Task:
-        """Return the task to plan for under a mask."""
-        return Task(mask, self.seq_q, self.seq_kv, self.placement)
-
 
 def _each(change: Callable[[torch.Tensor], torch.Tensor], result: Output) -> Output:
     """Apply a function to o, or to o and lse."""
@@ -203,7 +198,8 @@ def _by_keys(
     by_rows = documents is not None or mask is not None
     unknown: Any = "unknown" if by_rows else None
     problem = Problem.of(q, k, v, softcap=softcap, documents=unknown)
-    task, bounds = where.task(Mask.of(causal, window)), _NO_BOUNDS
+    task = Task(Mask.of(causal, window), where.seq_q, where.seq_kv, where.placement)
+    bounds: list[torch.Tensor] = []
     if by_rows:
         task, bounds = local_bounds(q, task, where.rank, documents, mask)
     family = _family(impl, problem, q.device)

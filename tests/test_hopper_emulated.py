@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 from dataclasses import replace
 from functools import partial
@@ -47,8 +46,8 @@ from flashattn.testing.layouts import LAYOUTS, scattered
 from flashattn.testing.results import assert_same_bits
 
 pytestmark = pytest.mark.interpreter
-MUTANTS, PLANTED = (Path(__file__).parent / "mutants" / x for x in ("mutants.py", "planted.diff"))
-Mutant = runpy.run_path(str(MUTANTS))["Mutant"]
+MUTANTS = Path(__file__).parent / "mutants" / "mutants.py"
+PLANTED = list(runpy.run_path(str(MUTANTS))["planted"]("hopper.diff", "kernels/hopper/"))
 SMALL = HopperTile(block_kv=64)
 WIDE = HopperTile(block_kv=64, own_o=False)
 THREE = HopperTile(block_kv=64, consumers=3, registers=160)
@@ -770,20 +769,6 @@ SHOWN = AssertionError, AttributeError, DeadlockError, InaccurateError, RuntimeE
 ERRORS = {error.__name__: error for error in SHOWN}
 
 
-def planted():
-    """Yield (case, errors, bug) for the bugs of ``planted.diff``."""
-    for group in PLANTED.read_text().split("\n\n")[1:]:
-        head, *bugs = re.split(r"\n(?=\w)", group)
-        case, shows = head.removeprefix("@@ ").split(": ")
-        for bug in bugs:
-            told, *lines = bug.splitlines()
-            place, symptom = told.split(": ", 1)
-            path, name = place.split()
-            found, put = ("\n".join(x[1:] for x in lines if x[0] in kept) for kept in (" -", " +"))
-            mutant = Mutant(name, f"kernels/hopper/{path}", found, put, symptom)
-            yield case, tuple(ERRORS[error] for error in shows.split()), mutant
-
-
 @pytest.mark.parametrize("move", [LAYOUTS["strided"], scattered])
 @pytest.mark.parametrize("which", range(6))
 def test_what_is_not_dense_is_copied(move, which):
@@ -806,35 +791,38 @@ def test_what_is_not_dense_is_copied(move, which):
 
 
 def test_planted_bugs_apply():
-    """The text that a planted bug replaces is in the source exactly once."""
-    for _, _, bug in planted():
+    """The text that a planted bug replaces is in the source exactly once; its case is known."""
+    for bug in PLANTED:
+        case, shows = bug.caught.split(": ")
+        assert case in ASKED
+        assert ERRORS.keys() >= set(shows.split())
         source = (MUTANTS.parents[2] / "flashattn" / bug.path).read_text()
         assert bug.applied(source) != source
 
 
 @pytest.mark.mutants
 @pytest.mark.parametrize(
-    ("asked", "shows", "bug"),
+    "bug",
     [
         pytest.param(
-            *(case, shows, bug),
+            bug,
             id=bug.name,
-            marks=pytest.mark.concerns(
-                f"flashattn/{bug.path}", *CONCERNED, of=repr((case, shows, bug))
-            ),
+            marks=pytest.mark.concerns(f"flashattn/{bug.path}", *CONCERNED, of=repr(bug)),
         )
-        for case, shows, bug in planted()
+        for bug in PLANTED
     ],
 )
-def test_planted(asked, shows, bug):
+def test_planted(bug):
     """A bug in a kernel is caught by a wrong result, or at once if it hangs."""
+    case, shows = bug.caught.split(": ")
 
     def edit(path, text):
         return bug.applied(text) if path.endswith(bug.path) else text
 
-    with pytest.raises(shows):  # noqa: PT012 - in one of these orders of events
+    errors = tuple(ERRORS[name] for name in shows.split())
+    with pytest.raises(errors):  # noqa: PT012 - in one of these orders of events
         for seed in range(8):
-            check(ASKED[asked]._replace(at_once=1 + seed % 3), seed=seed, edit=edit)
+            check(ASKED[case]._replace(at_once=1 + seed % 3), seed=seed, edit=edit)
 
 
 @pytest.mark.mutants

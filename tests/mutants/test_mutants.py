@@ -23,7 +23,8 @@ IN_PYTORCH = (
     "resolve.py",
     "tiled.py",
 )  # tests of any implementation would do
-MUTANTS = runpy.run_path(str(Path(__file__).with_name("mutants.py")))["MUTANTS"]
+PLANTED = runpy.run_path(str(Path(__file__).with_name("mutants.py")))["planted"]
+MUTANTS = list(PLANTED("mutants.diff"))
 
 
 def test_mutants_apply():

@@ -119,9 +119,10 @@ def attention(
         return_lse: also return the natural-log logsumexp of each row of scores.
         impl: a name in ``flashattn.names()``, or "auto". On a GPU, "auto" takes our fastest
             implementation that can solve the problem: on an H100 or H200 "hopper" if there is
-            enough work. On a CPU, where ours are for study, it takes PyTorch's SDPA, "tiled" where
-            SDPA would need a mask tensor, or the reference if these cannot. A named implementation
-            never falls back: it is an error if it cannot solve or differentiate the problem.
+            enough work. On a CPU, where ours are for study, it takes PyTorch's SDPA; "tiled" with a
+            window, documents, a mask, ALiBi or a bias; and the reference if these cannot. A named
+            implementation never falls back: a problem that it cannot solve, or not differentiate,
+            is an error.
         precision: how "triton" and "hopper" multiply fp32: "bf16x6", "tf32x3", "tf32", "ieee", or
             "auto", which means "tf32" if torch's setting for CUDA matrix products allows it, else
             "bf16x6". PyTorch implementations follow PyTorch's settings: under ``impl="auto"`` they
@@ -163,7 +164,7 @@ def attention(
         attend = _PLANS[key] if key is not None else None
     except KeyError:
         attend = None
-    except TypeError:  # an argument of the mask is not hashable
+    except TypeError:  # an argument is not hashable
         attend = key = None
     if attend is None:
         dtype = autocast_dtype(q) if key is None else None
@@ -276,7 +277,7 @@ def _keep(known: dict[tuple[object, ...], Any], key: tuple[object, ...], x: obje
 
 
 def _kind(key: tuple[Any, ...]) -> tuple[object, ...] | None:
-    """Return a key without lengths and strides, or None if a length is 0 or k and v differ."""
+    """Return a key without lengths and strides, or None if one is 0 or those of k and v differ."""
     (q, _, *of_q, _), (k, _, *of_k, _), (v, _, *of_v, _) = key[0]
     if 0 in q or 0 in k or k[-2:-1] != v[-2:-1]:
         return None
@@ -372,7 +373,7 @@ def _takes(impl: registry.Impl, name: str, *, auto: bool) -> bool:
 def _choose(
     name: str, problem: Problem, device: torch.device, *, grad: bool, lse: bool
 ) -> tuple[registry.Impl, dict[str, Any]]:
-    """Return implementation ``name``, or the first of "auto" that can solve it, and its options."""
+    """Return implementation ``name``, or the first of "auto" that fits, and its options."""
     asked = FASTEST_FIRST.get(device.type, ("tiled",)) if name == "auto" else (name,)
     reasons = []
     for candidate in asked:

@@ -56,7 +56,10 @@ class Bounds(NamedTuple):
     def without_unseen(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Zero the fully masked rows of q, k and v [B, heads, rows, D], which may be NaN."""
+        """Zero queries that see no key, and keys and values that no query sees; all may be NaN.
+
+        The tensors are [B, heads, rows, D].
+        """
         unseen = self.unseen_keys[:, None, :, None]
         return self.without_fully_masked(q), k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
 

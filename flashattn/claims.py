@@ -22,6 +22,8 @@ MASKS_AND_SCORES: dict[str, Any] = dict.fromkeys(
 class Claims:
     """What an implementation supports, one flag for each feature.
 
+    By default these are all but lse, windows, intervals, softcap, alibi, bias, sink, narrow_values.
+
     Args:
         lse: it returns (o, lse), both differentiable.
         grad: it is differentiable.
@@ -34,14 +36,14 @@ class Claims:
         alibi: it takes ``alibi_slopes=``, fp32 [B or 1, H], dense.
         bias: it takes ``bias=``, in q's dtype or fp32: [B or 1, H or 1, T or 1, S or 1], or, if
             relative, [B or 1, H or 1, T + S - 1] (see ``score``); differentiable.
-        sink: it takes ``sink=``, fp32 [B or 1, H], differentiable. If not, but it returns lse, a
-            sink is applied to its o and lse.
+        sink: it takes ``sink=``, fp32 [B or 1, H], differentiable. If it takes none but returns
+            lse, the sink is applied to o and lse afterwards.
         any_scale: it takes scales that are zero, negative or below 2^-64.
         narrow_values: it takes v with fewer columns than k; for others ``attention`` pads v.
         grouped: it takes fewer key/value heads than query heads.
         empty: it takes problems with no batch, heads, queries or keys.
         fully_masked_rows: a query that sees no key gets o = 0 and passes no gradient.
-        repeats: the same inputs give the same bits every time, and not only within the budgets.
+        repeats: the same inputs give the same bits every time; without it, within the budgets.
         denormals: on a CPU, fp32 below 2^-126 is not flushed to 0; on a GPU it may always be.
         dtypes: names of the dtypes that it takes; None means all.
         head_dims: values of D, such as ``(64, 128)`` or ``range(8, 257, 8)``; None means all.
@@ -70,7 +72,7 @@ class Claims:
     devices: Collection[str] | None = None
 
     def unclaimed(self, problem: Problem, device: torch.device) -> str | None:
-        """Return which feature that ``problem`` needs is not claimed, in words, or None."""
+        """Return the first reason why ``problem`` is not claimed, in words, or None."""
         reasons = {
             "claims no bottom-right mask": problem.causal == "bottom_right"
             and not self.bottom_right,

@@ -43,7 +43,7 @@ def has_tangents(*tensors: torch.Tensor) -> bool:
 
 
 def no_forward_mode(name: str, error: NotImplementedError | None = None) -> NotImplementedError:
-    """Return the error that ``name`` has none, or ``error`` if no forward-mode level is active."""
+    """Return the error that ``name`` has no forward mode, or ``error`` if it has another cause."""
     if error is not None and forward_ad._current_level < 0:  # noqa: SLF001
         return error
     return NotImplementedError(f'{name} has no forward-mode derivative; impl="reference" has')

@@ -184,7 +184,7 @@ def _mapped(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...])
 
 
 class _TiledGradients(torch.autograd.Function):
-    """Algorithm 2 as one step, so that a second derivative raises an error and is not zero."""
+    """Algorithm 2 as one step, so that a second derivative raises an error instead of being 0."""
 
     @staticmethod
     def forward(  # torch.compile takes no *saved with setup_context

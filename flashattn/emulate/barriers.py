@@ -110,4 +110,4 @@ def barrier_wait(number: int, threads: int) -> None:
 
 
 def thread_barrier() -> None:
-    """Do nothing: a role has a single thread here."""
+    """Do nothing: all threads of a role are one greenlet here."""

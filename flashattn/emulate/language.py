@@ -40,7 +40,7 @@ class Number(int):
         return Number(self - _divide(self, other) * other)
 
     def __rmod__(self, other: int) -> Number:
-        """Return the remainder of ``other``."""
+        """Return the remainder of ``other`` divided by the number."""
         return Number(other - _divide(other, self) * self)
 
 
@@ -90,7 +90,7 @@ def static_assert(holds: bool) -> None:  # noqa: FBT001
 
 
 def num_warps() -> int:
-    """Return the warps of the first role; in other roles only layouts ask for this."""
+    """Return the number of warps of the first role; elsewhere only layouts ask for it."""
     return 4
 
 

@@ -77,7 +77,9 @@ def _constant(x: Any) -> Any:
 
 @contextmanager
 def emulated(*, seed: int = 0, num_sms: int = 1, edit: Edit | None = None) -> Iterator[list[str]]:
-    """Run all Gluon kernels that are launched meanwhile on CPU tensors, in Triton's interpreter.
+    """Emulate all Gluon kernels that are launched meanwhile, on CPU tensors.
+
+    Other kernels run in Triton's interpreter, which must be on (TRITON_INTERPRET=1).
 
     Args:
         seed: seed of the schedule and of the delays.

@@ -15,11 +15,11 @@ OWN = str(Path(__file__).parent)
 
 
 class DeadlockError(RuntimeError):
-    """Not all warps have ended, and none can go on."""
+    """Not all warps have ended, none can go on, and no event is left that could change that."""
 
 
 def always() -> bool:
-    """Return true: wait for nothing, but let others run first."""
+    """Return True: wait for nothing, but let others run first."""
     return True
 
 

@@ -1,4 +1,4 @@
-"""flashattn_hopper_bwd_d256_dq: dq of D = 129 to 256; ``backward_d256`` says why there are two.
+"""flashattn_hopper_bwd_d256_dq: dq of D = 129 to 256, in a pass of its own (see ``backward_d256``).
 
 A CTA owns 128 queries, 64 for each of two warpgroups, and visits keys as the forward does.
 """

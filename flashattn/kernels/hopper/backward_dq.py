@@ -1,7 +1,8 @@
 """dq of flashattn_hopper_bwd: its product, the accumulator, and the order of the additions.
 
-Each consumer warpgroup computes half of a dq tile from all 128 keys of the CTA. Two warps take
-turns adding dq tiles to an fp32 accumulator, which flashattn_hopper_bwd_postprocess converts.
+Each consumer warpgroup computes its part of a dq tile from all 128 keys of the CTA: half, or for
+D = 65 to 96, 64 or 32 of the 96 columns. Two warps take turns adding dq tiles to an fp32
+accumulator, which flashattn_hopper_bwd_postprocess converts.
 
 The first CTA that adds to a dq tile stores instead, so the accumulator need not be cleared.
 For determinism a semaphore per tile orders the additions, and a warp of its own waits for it.
@@ -46,7 +47,7 @@ from flashattn.kernels.hopper.scheduler import shift_schedule
 from flashattn.kernels.hopper.semaphore import arrive_inc, fence_acquire, wait_eq
 from flashattn.kernels.hopper.tma import swizzled
 
-QUERIES = gl.constexpr(64)  # of a warpgroup's half of a dq tile
+QUERIES = gl.constexpr(64)  # of a warpgroup's part of a dq tile
 LINE = gl.constexpr(64)  # numbers in a row of the dq accumulator
 # Named barriers: one DQ_FULL per dq_store warp, one DQ_EMPTY per consumer warpgroup.
 DQ_FULL, DQ_EMPTY = gl.constexpr(8), gl.constexpr(10)
@@ -126,7 +127,7 @@ def dq_store(WARP: gl.constexpr, dq, sdQ, semaphore, arrivals, scheduler, wave, 
 
 @gluon.jit
 def mma_dq(WARPGROUP: gl.constexpr, ds, k, t):
-    """Start this warpgroup's half of dq, 64 queries by COLUMNS columns, over all keys."""
+    """Start this warpgroup's part of dq, 64 queries by COLUMNS columns, over all keys."""
     COLUMNS: gl.constexpr = t.lines - LINE if WARPGROUP == 1 else LINE
     if t.block_q == QUERIES:
         k = k.slice(WARPGROUP * LINE, COLUMNS, dim=1)
@@ -138,7 +139,7 @@ def mma_dq(WARPGROUP: gl.constexpr, ds, k, t):
 
 @gluon.jit
 def to_accum_layout(dq):
-    """Return a warpgroup's half of dq in the accumulator's order, as rows of 64 numbers.
+    """Return a warpgroup's part of dq in the accumulator's order, as rows of 64 numbers.
 
     Rows of dq are (warp, half, lane // 4), columns (block, lane % 4, pair). In memory a thread's
     four numbers of a block are adjacent, then come threads, then blocks: no bank conflicts.
@@ -150,7 +151,7 @@ def to_accum_layout(dq):
 
 @gluon.jit
 def store_sdq(WARPGROUP: gl.constexpr, dq, sdQ, n):
-    """Write this warpgroup's half of the n-th dq tile to shared memory."""
+    """Write this warpgroup's part of the n-th dq tile to shared memory."""
     barrier_wait(DQ_EMPTY + WARPGROUP, WARPGROUP_AND_WARP)
     part = sdQ.index(WARPGROUP).reshape([LINE, LINE]).slice(0, dq.shape[1], dim=0)
     part.store(to_accum_layout(dq))

@@ -148,7 +148,7 @@ def _limits(problem: Problem, device: torch.device, *, backend: str = "sdpa") ->
 
 
 def _fastest(problem: Problem, device: torch.device) -> dict[str, Any] | None:
-    """On a CPU, leave problems that need a mask tensor to others: it computes all scores."""
+    """On a CPU, leave problems that need a mask tensor to others: SDPA computes all scores."""
     masked = problem.window != UNBOUNDED or problem.by_rows or problem.bias != ""
     return None if device.type == "cpu" and masked else {}
 

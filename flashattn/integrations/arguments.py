@@ -36,7 +36,7 @@ def keywords(
     return_lse: bool,
     **features: Any,
 ) -> dict[str, Any]:
-    """Check the other arguments than tensors; return the keywords of ``attention``.
+    """Check the arguments that are not tensors; return the keywords of ``attention``.
 
     The mask is returned as ``left`` and ``right``.
 
@@ -68,10 +68,10 @@ def _is_zero(x: object) -> bool:
 
 
 def check_shapes(tensors: dict[str, Any], layout: tuple[str, ...]) -> None:
-    """Check shapes here, as ``attention`` would report them in its own order of dimensions.
+    """Check shapes here, because ``attention`` would report them in its own order of dimensions.
 
     Args:
-        tensors: q, k and v by name; v may have another width than k.
+        tensors: q, k and v by name; the width of v may differ.
         layout: the names of q's dimensions.
 
     Raises:

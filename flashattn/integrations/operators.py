@@ -102,7 +102,7 @@ def _scaled_dot_product_cudnn_attention(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     leave(dropout_p, return_debug_mask, attn_bias is not None)
-    leave(_other_width(query, value) and 0 in query.stride())  # o has another promised order
+    leave(_other_width(query, value) and 0 in query.stride())  # then o is promised in another order
     o, lse = attend(query, key, value, CAUSAL if is_causal else FULL, scale)
     seed, offset = _unread(query, torch.int64, (), ())
     return o, lse.unsqueeze(3), None, None, query.shape[2], key.shape[2], seed, offset, None

@@ -43,7 +43,7 @@ def bounds_of_packed(
         k: [1, G, S, D].
         lengths: cu_seqlens of the queries and of the keys, [N + 1].
         mask: applies within each document, to its used queries and keys.
-        used: the numbers of queries and of keys that are used of each document, [N], from its
+        used: how many queries and how many keys of each document are used, [N] each, from its
             start; None means all.
         names: the names of the lengths in error messages.
 

@@ -330,7 +330,7 @@ def _added(mask: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) ->
 
 
 def _asked(mask: KeyRanges) -> Call | Bounds:
-    """Return the mask as ``attention`` takes it; of a method torch.compile sees only the result."""
+    """Return the mask as ``attention`` takes it; torch.compile would see only a method's result."""
     if mask.query_bounds is not None:
         return Bounds(mask.key_bounds, mask.query_bounds)
     return cast("Call", mask.call)

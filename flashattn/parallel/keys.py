@@ -210,7 +210,8 @@ def _backward(
     """Return the gradients of q, k and v.
 
     Own keys are computed during both exchanges: half of the heads while keys are fetched, and half
-    while gradients are returned. If nothing is fetched, or there is one head, all run at once.
+    while gradients are returned. If keys were kept, all heads run during the second exchange; else
+    a single head runs during the first.
     """
     name, ours, kernels, own, rest, keep = Given.of(options)
 

@@ -25,7 +25,7 @@ LARGE_BIAS = 128 * 64  # most scores of a tile whose bias fits beside all stages
 
 
 def shifted(bias: TensorSpec) -> TensorSpec:
-    """Return the spec of what kernels read: a bias, or copies of a relative one (``relative``)."""
+    """Return the spec that kernels read: of a bias, or of the copies of a relative one."""
     if not is_relative(bias):
         return bias
     batch, heads, size = bias.shape

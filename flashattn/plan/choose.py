@@ -1,7 +1,7 @@
 """Choose: every decision between a problem and its launches, in the order in which it is made.
 
-These are pure functions: they read no device, no data and no state. Each branch adds a sentence to
-the plan's ``why``.
+Plans depend on the arguments alone, and with precision "auto" on PyTorch's setting for TF32: no
+device and no data are read. Each branch adds a sentence to the plan's ``why``.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def terms_workspaces(terms: int, **inputs: TensorSpec) -> tuple[Workspace, ...]:
 def packed(
     q: TensorSpec, k: TensorSpec, v: TensorSpec, seen: int
 ) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
-    """Return q with the heads that share keys as rows, and its first ``seen`` keys and values."""
+    """Return q with the heads that share keys as rows, and the first ``seen`` keys and values."""
     k, v = (x._replace(shape=torch.Size((*x.shape[:2], seen, x.shape[3]))) for x in (k, v))
     return packed_rows(q, k.shape[1]), k, v
 
@@ -384,7 +384,7 @@ def partials(num: int, **grads: TensorSpec) -> tuple[Workspace, ...]:
 def backward_workspaces(
     passes: tuple[Pass, ...], q: TensorSpec, k: TensorSpec, v: TensorSpec, grad_o: TensorSpec
 ) -> tuple[Workspace, ...]:
-    """Return the workspaces of the passes, whose programs own keys, queries, or either."""
+    """Return the workspaces of the passes, whose programs own keys or queries."""
     of_queries, of_keys = [x for one in passes for x in one.splits]
     terms = max(x.terms for x in passes)
     return (

@@ -70,7 +70,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def non_overlapping_and_dense(self) -> bool:
-        """Return what PyTorch calls so: elements fill one block, dimensions in any order."""
+        """Return whether elements fill one block of memory, with the dimensions in any order."""
         dense = 1
         for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
             if size != 1 and stride != dense:
@@ -105,7 +105,7 @@ class TensorSpec(NamedTuple):
 
 
 def first_columns(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return the first columns of x, or of a copy if they are not dense; results copy the layout.
+    """Return the first columns of x, or of a copy if they are not dense: a result has their layout.
 
     With symbolic sizes, a compiler must be able to decide each branch, too.
     """

@@ -204,7 +204,7 @@ class HopperBackwardTile:
 
     @staticmethod
     def block_q(head_dim: int) -> int:
-        """Return the queries of a tile: its dq has two halves of 64 x 64 elements."""
+        """Return the queries of a tile: its dq has two halves of at most 64 x 64 elements."""
         return 2 * WARPGROUP_Q * WARPGROUP_Q // block_d(head_dim)
 
     def shared(self, head_dim: int) -> int:

@@ -24,9 +24,9 @@ well, and o and lse may be as wrong as the worse of the two.
 
 A few numbers say little about naive's error, as some are right by luck. So for a small problem
 naive also runs on further draws, ``sample.POOL`` elements in all. If all scores of a row are equal,
-the rows of o are averages of the same values, and the rows of a head count as one. The mean is
-checked only from ``MEAN_SAMPLE`` elements on: there four standard errors of the mean of half-normal
-errors, 4 * 0.76 / sqrt(n), fit into the tenth that the budget allows.
+the rows of o are alike, too, and those of a head count as one. The mean is checked only from
+``MEAN_SAMPLE`` elements on: there four standard errors of the mean of half-normal errors,
+4 * 0.76 / sqrt(n), fit into the tenth that the budget allows.
 
 In fp64 naive is the exact result itself, so its error is that of fp32, scaled by the ratio of eps.
 The same is done in fp16 where naive overflows, as dS times a softcap does.
@@ -257,7 +257,7 @@ def _is_odd(x: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 def _of_one_sample(
     case: Case, enlarged: Case, errors: dict[str, Error], sizes: dict[str, float]
 ) -> tuple[dict[str, Error], dict[str, float]]:
-    """Scale the errors and sizes of gradients summed over larger batches back to one sample."""
+    """Scale errors of gradients summed over a larger batch to one sample; set their sizes to 0."""
     ratio = max(enlarged.problem.batch, 1) / max(case.problem.batch, 1)
     shared = [f"d{name}" for name, x in case.scored.items() if name in LEARNED and x.shape[0] == 1]
     errors = errors | {name: errors[name].scaled(ratio**-0.5) for name in shared if name in errors}

@@ -3,8 +3,8 @@
 A test with the marker ``mutants`` names the files that it depends on by the marker ``concerns``.
 When it has passed, ``--record-caught`` writes a digest of these files to
 ``tests/mutants/caught.json``. While the digest is the same, the test is marked ``caught``, and
-``-m "mutants and not caught"`` leaves it out. One test in eight is not marked; which ones depends
-on the commit.
+``-m "mutants and not caught"`` leaves it out. One test in eight is not marked; the commit decides
+which.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _compared(config: pytest.Config, before: Run) -> tuple[Run, Run]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """With a limit, hold back reports: the noise is known only once all controls are timed."""
+    """With a limit, hold back what passed: the noise is known only once all controls are timed."""
     if not item.config.stash[LIMITS]:
         return None
     item.config.get_terminal_writer().line(item.name)

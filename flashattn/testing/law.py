@@ -53,8 +53,8 @@ def share(impl: Impl, device: torch.device, profile: str | None = None) -> int:
 def kinds_of(name: str, impl: Impl) -> list[list[int]]:
     """Return groups of kinds of problems: on a GPU a law uses the first group that can be solved.
 
-    For our own implementations each group is one kind, in an order that the law's name decides. For
-    others, and in the thorough profile, one group has all kinds.
+    For our own implementations each group is one kind, in an order that the run's seed and the
+    law's name decide. For others, and in the thorough profile, one group has all kinds.
     """
     ours = not impl.excused and not impl.origin
     few = ours and hypothesis.settings().max_examples <= QUICKER

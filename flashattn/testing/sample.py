@@ -36,7 +36,7 @@ class Sample:
     grad_layout: str = "contiguous"  # of the gradients of o and lse, a key of ``GRAD_LAYOUTS``
     scale: float | None = None  # factor on the scores; None is D ** -0.5
     grad: bool = True  # whether gradients are computed, too
-    lse: bool = True  # whether the logsumexp is and, with ``grad``, its gradient
+    lse: bool = True  # whether the logsumexp is, and with ``grad`` its gradient
     denormals: bool = True  # whether flushing them is an error; on a GPU it never is
 
     def draw(self) -> Case:

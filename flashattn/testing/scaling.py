@@ -16,7 +16,7 @@ from flashattn.problem import DTYPES, Problem
 
 
 class Machine(NamedTuple):
-    """The measured speeds."""
+    """The measured speeds, and the latency of a collective."""
 
     forward: float  # FLOP/s of the forward on one GPU
     backward: float  # FLOP/s of the backward on one GPU

@@ -1,4 +1,4 @@
-"""Check that a call leaves unchanged: torch's switches, generators and modes, and its inputs."""
+"""Check that a call changes none of torch's switches, generators and modes, nor its inputs."""
 
 from __future__ import annotations
 

@@ -58,9 +58,9 @@ bias is dS, summed over the scores that share an element. The gradient of a sink
     stored(dbias) = root of sum (P * (a * |dP - delta| + b)) ** 2 + 4 * sum of P * c * |dP - delta|
     stored(dsink) = root of sum (p * (a * |delta| + b)) ** 2
 
-The scores that share an element may all be equal, so their c are added linearly. They are four
-times as large where the terms of a score are equal, and so are rounded alike. If the keys of a row
-share an element, its error is a * |sum dS| + b * sum P, as a and b propagate within the row. If
+The scores that share an element may all be equal, so their c are added linearly. A c is four times
+as large where the terms of a score are equal, and so are rounded alike. If the keys of a row share
+an element, its error is a * |sum dS| + b * sum P, as a and b propagate within the row. If
 rows share an element, their lse may be equal, and a propagates from row to row: the largest a times
 |dbias| is added, and times |dsink|.
 

@@ -38,8 +38,8 @@ MODELS: dict[tuple[Any, ...], Trained] = {}  # at most one, that of the last cas
 def attend(name: str, bounds: Bounds | None = None) -> Attention:
     """Return the causal attention of a registered implementation, as a model takes it.
 
-    With ``bounds``, they are the mask instead. They are made once here, while under autocast each
-    call with ``documents`` makes them again.
+    ``bounds`` are the mask instead, if given. They are made once for all calls, whereas under
+    autocast each call with ``documents`` would make them again.
     """
     impl = registry.get(name)
     mask: dict[str, Any] = {"causal": "top_left"}

@@ -145,7 +145,7 @@ LATER = rows(
 LATER["bwd_dkdv", 2, 256, True, True] = Tile(16, 32, 8, 1)
 # Fused passes: one head of 512 to 32 768 keys, and batches as small; "bwd_one_launch": one head of
 # 64 to 256, and batches as small. Measured likewise, 2026-11-22, except "bwd_fused" at D = 128 by
-# pointers, which was chosen by compiling; "bwd_one_launch" may not spill. Narrow heads are loaded
+# pointers, which was chosen by compiling; "bwd_one_launch" must not spill. Narrow heads are loaded
 # by pointers, which is up to a fifth faster. fp32 that is not decomposed has no such tiles: those
 # tried spill.
 FUSED = (

@@ -65,7 +65,7 @@ def pytest_collection():
         gc.collect()
         gc.freeze()
         gc.enable()
-        if not torch.cuda.is_available():  # there, cycles may hold much device memory
+        if not torch.cuda.is_available():  # on a GPU, cycles may hold much of its memory
             gc.set_threshold(10_000, 10, 50)  # the default costs a twelfth of the time
 
 

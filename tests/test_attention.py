@@ -273,7 +273,7 @@ def test_lse_is_fp32(name, dtype, device):
 
 @pytest.mark.parametrize("which", range(3))
 def test_who_has_no_gradient_is_told_of_each(device, which, monkeypatch):
-    """Without gradients, any input that wants one is refused, even after a plain call."""
+    """A forward-only implementation refuses any input that needs a gradient, also after a call."""
     monkeypatch.setattr(registry, "_impls", dict(registry._impls))
     registry.register("forward", grad=False)(lambda q, k, v, *, causal, scale: q.detach())
     given = tensors(device)

@@ -220,7 +220,7 @@ def test_a_crash_is_a_verdict(monkeypatch):
 
     def fake(command, **_):
         asked.append(command[5:])
-        if len(asked) == 1:  # ended without a line
+        if len(asked) == 1:  # ended without reporting the crash
             return left(-11, line(first))
         if len(asked) == 2:  # reported the crash: its context is lost
             return left(1, line(third, "crashes"))

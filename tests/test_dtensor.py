@@ -223,7 +223,7 @@ def test_shards_are_the_whole(tmp_path):
     ],
 )
 def test_heads_are_sharded_where_they_divide(heads, placements, offered):
-    """Heads are sharded if all mesh dimensions that may shard them together divide them."""
+    """Heads are sharded if the product of the mesh dimensions that may shard them divides them."""
     mesh = SimpleNamespace(size=lambda _: 2)
     q, k, v = (
         SimpleNamespace(mesh=mesh, placements=placed, shape=(4, n, 9, 16))

@@ -92,7 +92,7 @@ def test_a_peer_is_asked_the_same_in_each_run(strict, monkeypatch):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_fails_at_times_has_failed(strict):
-    """A law broken on one call and kept on the next, as by unordered sums, excuses only a peer."""
+    """Breaking a law on some calls only, as unordered sums may do, is excused only in a peer."""
     calls = []
 
     @law()

@@ -408,7 +408,7 @@ def test_packed_documents_cost_their_own_pairs():
 
 
 def test_checkpointing():
-    """Checkpointed blocks give the same gradients, and use exactly as much less as predicted."""
+    """Checkpointed blocks give the same gradients, and the predicted saving in bytes is exact."""
     tokens, targets = batch_of()
     grads, alive, predicted = [], [], []
     for checkpoint in (False, True):

@@ -229,7 +229,7 @@ def plain_gradients(loss, *inputs):
 
 
 def vjp_later(loss, *, grad):
-    """Return a function whose gradients are taken after the transform has ended."""
+    """Return a function that takes gradients after the transform has ended."""
 
     def gradients(*inputs):
         value, pull = torch.func.vjp(loss, *inputs)

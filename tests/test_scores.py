@@ -465,7 +465,7 @@ def test_a_sink_of_split_keys(family, causal, device):
 
 @pytest.mark.parametrize("name", ["triton"])
 def test_a_sink_behind(name, device):
-    """For an implementation without sinks lse applies the sink, with the same gradients.
+    """A sink is applied through lse for an implementation that takes none, with equal gradients.
 
     This holds for a query without keys, or without key and sink; a sink of -inf has no gradient.
     """
@@ -487,7 +487,7 @@ def test_a_sink_behind(name, device):
 
 
 def test_plans_say_what_scores_are_made_with(device):
-    """A bias that scores share has a launch for its gradient; a bias of each score has none."""
+    """A bias that scores share has a launch for its gradient; one of each score has none."""
     q, k, v = tensors(device)
     shared = explain(q, k, v, bias=torch.ones(4, 20, 26, device=device), gpu=gpu_of(device))
     assert "bwd_dbias" in str(shared)

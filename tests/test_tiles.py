@@ -58,7 +58,7 @@ def test_block_d():
     ],
 )
 def test_padding(head_dim, strides, wanted):
-    """Padding is the largest power of two up to 8 that divides columns and row strides, or none."""
+    """A padded D gives the largest power of 2, up to 8, that divides D and all strides; else 0."""
     assert padding(head_dim, strides) == wanted
 
 
@@ -81,7 +81,7 @@ def test_find():
 
 
 def test_tf32_has_tiles_of_its_own():
-    """On Hopper TF32 has its own tiles, where faster than those of bf16x6 and possible to load."""
+    """On Hopper TF32 has its own tiles where they beat those of bf16x6 and can be loaded."""
     rows = rows_of(GPUS["H200"])
     whole, decomposed = rows.tf32
     few, many = {"tma": True, "large": False}, {"tma": False, "large": True}

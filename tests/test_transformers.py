@@ -362,7 +362,7 @@ def test_masks_are_those_of_transformers(asked, most):
 @hypothesis.settings(max_examples=200)
 @hypothesis.given(asked=masks() | packed_masks(), data=st.data())
 def test_scores_are_those_of_transformers(asked, data):
-    """Under any mask, caps, sinks, biases, grouped heads and wider values give exact results."""
+    """Under any mask, caps, sinks, biases, grouped heads and wider values mean the same."""
     draw = data.draw
     heads, keys, width, values = draw(
         st.sampled_from([(4, 2, 8, 8), (2, 2, 8, 5), (3, 1, 8, 11), (2, 1, 4, 4)])

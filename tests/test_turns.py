@@ -31,7 +31,7 @@ class DriftingClock(timing.Clock):
 
 
 def test_a_drift_hits_all_alike(monkeypatch):
-    """A call twice as long takes 2 times as long in turns, and 3 times one after the other."""
+    """A call twice as long takes 2 times as long in turns, over 3 times one after the other."""
     monkeypatch.setattr(timing, "WARM_UP", 0.0)
     monkeypatch.setattr(timing, "BUDGET", 1e9)
     calls = {"short": Call(lambda: 1.0), "long": Call(lambda seconds: seconds, lambda: (2.0,))}

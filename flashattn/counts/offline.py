@@ -92,7 +92,7 @@ class Variant:
 
     @property
     def terms(self) -> int:
-        """The number of bf16 terms that operands are pre-split into; 0 if they are not."""
+        """The number of bf16 terms that operands are decomposed into beforehand; 0 if not."""
         dtype = DTYPES[self.size]
         precision = input_precision(self.precision, dtype)
         return 0 if self.tile is None else terms_of(self.tile, dtype, precision)
@@ -223,7 +223,7 @@ def _scored(variant: Variant, given: Type) -> tuple[Type | None, ...]:
 
 
 def _score_layout(variant: Variant) -> ScoreLayout:
-    """Return the types of their strides; rows of a bias are aligned, and all batches share it."""
+    """Return the types of the layout; rows of a bias are aligned, and all batches share it."""
     rows = Type("i32", aligned=True)
     made: dict[str, dict[str, Any]] = {
         "": {},

@@ -260,7 +260,7 @@ def _together(changes: Iterable[Change]) -> list[str]:
 
 
 def report(a: Run, b: Run, *, every: bool = False) -> str:
-    """Return the comparison as Markdown: a summary, and a table of the changed or of all cases."""
+    """Return the comparison as Markdown: a summary, and a table of changed or all timed cases."""
     changes = compare(a, b)
     quiet = () if every else (SAME, CONTROL, ONCE)
     told = [c for c in changes if "still" not in c.verdict and c.verdict not in quiet]

@@ -169,7 +169,7 @@ def settle(collect: Callable[[int], Collection], rounds: int = ROUNDS) -> list[R
     """Collect until the verdict is settled, at most three times.
 
     SAME and FASTER are final. After any other verdict the case is collected again, twice as long.
-    SLOWER is final only the second time, so a first SLOWER there needs a third collection.
+    SLOWER is final only the second time, so a first SLOWER in the second collection needs a third.
     """
     readings = [read(collect(rounds))]
     while not _settled(readings):

@@ -118,7 +118,7 @@ class Journal:
         return cls(path, lines[0] if lines else None, _newest(lines[1:]))
 
     def add(self, row: Row, samples: list[float], *, header: dict[str, Any]) -> None:
-        """Append a row, with its samples if it has none; write the header before the first row."""
+        """Append a row, with ``samples`` unless it has some; a new file starts with the header."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = [{"samples": samples} | row]
         if self.header is None:

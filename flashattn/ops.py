@@ -107,8 +107,9 @@ def _all_others(
 
 def _asked(gradients: Gradients, extras: Extras, *, bias_grad: bool) -> Gradients:
     """Drop the gradients that are not asked for from those that an operator returns."""
-    *found, dbias, dsink = gradients
-    return *found, *[dbias] * bias_grad, *[dsink] * (extras.sink is not None)
+    dq, dk, dv, dbias, dsink = gradients
+    others = (dbias,) if bias_grad else ()
+    return dq, dk, dv, *others, *(() if extras.sink is None else (dsink,))
 
 
 def _options(

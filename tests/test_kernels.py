@@ -624,7 +624,8 @@ def test_tf32_in_two_terms(device, causal):
 
 def test_torch_decides_on_tf32(matmul):
     """Precision "auto" is bf16x6, or tf32 if torch's setting allows TF32."""
-    for matmul.fp32_precision, wanted in (("ieee", "bf16x6"), ("tf32", "tf32")):
+    for setting, wanted in (("ieee", "bf16x6"), ("tf32", "tf32")):
+        matmul.fp32_precision = setting
         assert input_precision("auto", torch.float32) == wanted
         assert input_precision("ieee", torch.float32) == "ieee"
 

@@ -60,12 +60,12 @@ def matrix(vector, seq_q, seq_kv):
     return vector[..., (s - t + seq_q - 1).to(vector.device)]
 
 
-def assert_like(got, wanted, given, grads):
+def assert_like(got, wanted, given, grads, within=2e-5):
     """Compare o, lse and the gradients of the inputs with those that are written out."""
     gradients = torch.autograd.grad(got, given, grads)
     exact = torch.autograd.grad(wanted, given, [x.double() for x in grads])
     for a, b in zip((*got, *gradients), (*wanted, *exact), strict=True):
-        torch.testing.assert_close(a, b.to(a.dtype), atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(a, b.to(a.dtype), atol=within, rtol=within)
 
 
 @OURS
@@ -145,7 +145,7 @@ def test_sink(name, causal, device):
     hidden = s > t[:, None] - 8 if causal else None
     wanted = written_out(*given[:3], hidden=hidden, sink=given[3])
     grads = make_grads(PROBLEM, device=device)
-    assert_like(attention(*given[:3], sink=given[3], **how), wanted, given, grads)
+    assert_like(attention(*given[:3], sink=given[3], **how), wanted, given, grads, within=1e-5)
     none = torch.full((4,), -torch.inf, device=device, requires_grad=True)
     nothing = attention(*given[:3], sink=none, **how)
     assert all(map(torch.equal, nothing, attention(*given[:3], **how)))
@@ -164,7 +164,7 @@ def test_values_of_another_width(name, columns, device):
     got = attention(*given, **how)
     t, s = (torch.arange(n, device=device) for n in (20, 26))
     wanted = written_out(*given, hidden=s > t[:, None])
-    assert_like(got, wanted, given, make_grads(other, device=device))
+    assert_like(got, wanted, given, make_grads(other, device=device), within=1e-5)
     assert torch.equal(got[1], attention(q, k, v, **how)[1])
     for wrong in (wide[:, :1], wide[..., :0]):
         with pytest.raises(ValueError, match="v: wanted"):
@@ -245,6 +245,28 @@ def test_under_transforms(name, device):
             assert torch.equal(f(*given), f(*half, x, sink, slopes))
         if name in ("auto", "reference"):  # others need a device
             assert f(*(y.to("meta") for y in given)).shape == wanted.shape
+
+
+@ALL
+def test_softcap_under_transforms(name, device):
+    """A softcap alone works under a compiler, vmap, autocast and hooks of saved tensors."""
+    q, k, v = tensors(device)
+    call = partial(attention, causal=True, softcap=0.5, impl=name)
+    wanted = call(q, k, v)
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), wanted)
+    mapped = torch.vmap(call, in_dims=(0, None, None))(torch.stack([q, 2 * q]), k, v)
+    torch.testing.assert_close(mapped, torch.stack([wanted, call(2 * q, k, v)]))
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert torch.equal(call(q, k, v), call(*(x.bfloat16() for x in (q, k, v))))
+    q.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(scattered, lambda x: x):
+        (dq,) = torch.autograd.grad(call(q, k, v).sum(), q)
+    exact, _ = written_out(
+        q, k, v, hidden=torch.ones(20, 26).triu(1).bool().to(device), softcap=0.5
+    )
+    torch.testing.assert_close(dq, torch.autograd.grad(exact.sum(), q)[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["triton", "tiled"])

@@ -22,7 +22,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 EVERYTHING: dict[str, Any] = {**MASKS_AND_SCORES, "sink": True, "lse": True}
 _KERNELS: dict[str, Any] = {
     "fastest": lambda *_: {"family": "auto"},  # the plan takes the faster kernels for each pass
-    **dict.fromkeys(("prepares", "any_length", "narrow_values"), True),
+    "prepares": True,
+    "any_length": True,
+    "narrow_values": True,
     **EVERYTHING,
 }
 

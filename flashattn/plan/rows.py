@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Literal
 
 from flashattn.plan.tile import Tile
@@ -57,13 +58,13 @@ def rows(
         aligned: whether they are for TMA-compatible inputs, however they load.
     """
     table: Table = {}
-    for (kernel, size, dims), numbers in tiles.items():
+    for (kernel, size, block_d), numbers in tiles.items():
         full, causal = numbers if isinstance(numbers[0], tuple) else (numbers, numbers)
-        for d in dims if isinstance(dims, tuple) else (dims,):
-            for mask, tile in ((False, full), (True, causal)):
-                limit = tile[4] if len(tile) == 5 else 0  # noqa: PLR2004
-                key = kernel, size, d, mask, descriptors or decomposed or aligned
-                table[key] = Tile(*tile[:4], descriptors, limit, decomposed)
+        dims = block_d if isinstance(block_d, tuple) else (block_d,)
+        for d, (mask, tile) in product(dims, ((False, full), (True, causal))):
+            limit = tile[4] if len(tile) == 5 else 0  # noqa: PLR2004
+            key = kernel, size, d, mask, descriptors or decomposed or aligned
+            table[key] = Tile(*tile[:4], descriptors, limit, decomposed)
     return table
 
 

@@ -210,7 +210,8 @@ def samples(
             "grad_layout": choose("grad_layout", tuple(GRAD_LAYOUTS)),
         }
     problem = draw(problems(**asked, kind=kind).filter(solves), label="problem")
-    if drawn.get("values") == "huge_v" and problem.dtype == "float16" and _sums_rows(problem):
+    of_half = problem.dtype == "float16" and fixed.get("grad", True)
+    if drawn.get("values") == "huge_v" and of_half and _sums_rows(problem):
         drawn["values"] = "normal"  # else a gradient of a bias or sink would overflow fp16
     return Sample(problem=problem, device=device, **drawn | fixed)
 

@@ -170,6 +170,7 @@ def test_fast_implementations_take_turns(bench, pytester, monkeypatch):
     memory beside others, are timed alone. A resumed run times only those that are left.
     """
     monkeypatch.setattr(timing.HostClock, "takes_turns", True)
+    monkeypatch.setattr(timing, "clock_of", lambda _: timing.HostClock())  # on a GPU, too
     monkeypatch.setattr(timing, "MOST_ROUNDS", 12)
     called, alive = [], []
 
@@ -200,7 +201,7 @@ def test_fast_implementations_take_turns(bench, pytester, monkeypatch):
     assert rows["one"]["samples"] != rows["two"]["samples"]
     turns = [name for name in called if name != "naive"]
     # Interpreter check, verification, warm-up, samples: once each, though another had no memory.
-    assert len(turns) == 2 * (1 + 1 + 3 + 12)
+    assert len(turns) == 2 * ((not torch.cuda.is_available()) + 1 + 3 + 12)
     turns = turns[-24:]
     pairs = list(zip(turns[::2], turns[1::2], strict=True))
     assert set(pairs) == {("one", "two"), ("two", "one")}  # each round has both, in either order
@@ -375,7 +376,7 @@ def quick(q, k, v, **options):
 
 @register("deadly", lse=True)
 def deadly(q, k, v, **options):
-    if not Path("again").exists():
+    if list(Path(".benchmarks").glob("*/unfinished-*")) and not Path("again").exists():
         Path("again").touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return answer(q, k, v, **options)

@@ -1,4 +1,4 @@
-"""Fixtures, ``--every-tile``, and the setup of torch, Triton and inner runs of pytest."""
+"""Fixtures, and the setup of torch, Triton and inner runs of pytest."""
 
 import gc
 import os
@@ -13,6 +13,7 @@ from triton import knobs
 
 import flashattn
 from flashattn.measure import roofline, timing
+from flashattn.testing import drawn
 from flashattn.testing.patching import patch_interpreter
 from flashattn.testing.upstream import products_mix_rows
 
@@ -37,22 +38,9 @@ if WITHOUT_ONEDNN:  # else correct implementations fail laws about NaN
     torch.backends.mkldnn.enabled = False
 
 
-def pytest_addoption(parser):
-    """Declare the option for tests that take minutes on a GPU."""
-    parser.addoption(
-        "--every-tile",
-        action="store_true",
-        help="on a GPU: every tile with every dtype, width, mask, alignment and kind of length",
-    )
-
-
-def pytest_configure(config):
-    """Refuse ``--every-tile`` without a GPU, where its tests would be skipped."""
-    if config.getoption("--every-tile") and not torch.cuda.is_available():
-        raise pytest.UsageError(
-            "--every-tile: wanted a CUDA GPU, got none; without one all tiles are compiled by "
-            "python -m flashattn.counts compiled"
-        )
+def pytest_addoption(pluginmanager):
+    """Register the plugin that draws tests on a GPU."""
+    pluginmanager.register(drawn)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,11 +1,11 @@
 """Every shipped tile is accurate on this machine, in each dtype, forward and gradients.
 
-Tiles are shipped per architecture, so a GPU runs those of its own table. An ordinary run takes each
-tile, with and without a mask, in one dtype of its size. ``--every-tile`` adds what may compile to
-another binary or take another path: the other dtype; head dimensions in between, which are padded;
-unaligned addresses, in fp32 too; both alignments of the mask; and lengths that are whole tiles, or
-that leave queries without a key. The interpreter has one tile for everything, so a few cases are
-enough there.
+Tiles are shipped per architecture, so a GPU runs those of its own table. The ordinary cases have
+each tile, with and without a mask, in one dtype of its size; a run in workers draws half of them.
+``--every-tile`` takes all, and adds what may compile to another binary or take another path: the
+other dtype; head dimensions in between, which are padded; unaligned addresses, in fp32 too; both
+alignments of the mask; and lengths that are whole tiles, or that leave queries without a key. The
+interpreter has one tile for everything, so a few cases are enough there.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", chosen, ids=str)
 
 
+@pytest.mark.drawn("case")
 def sample(case, device):
     """Return the sample of a case: o, lse, and the gradients of both."""
     return Sample(problem=case.problem, device=device, layout=case.layout)
@@ -187,6 +188,7 @@ def test_cases_launch_what_they_say(device):
         assert portable.forward_row(*specs, gpu, options)[0] == case.kernels[0], case
 
 
+@pytest.mark.drawn("head_dim")
 @pytest.mark.gpu  # the interpreter computes a TF32 product in full fp32
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
@@ -234,6 +236,7 @@ def test_every_tile_wants_a_gpu(pytestconfig, pytester, monkeypatch):
     result.stderr.fnmatch_lines(["ERROR: --every-tile: wanted a CUDA GPU, got none;*"])
 
 
+@pytest.mark.drawn("head_dim")
 @pytest.mark.gpu  # the interpreter has no such tiles
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 @pytest.mark.parametrize("window", [(100, 0), (150, 70), (900, 0)], ids=str)

@@ -150,6 +150,7 @@ SIZES = {
 }
 
 
+@pytest.mark.drawn("sizes")
 @EVERY
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES)

@@ -154,6 +154,7 @@ def test_every_config(device, head_dim, config, shape, causal):
     assert_accurate(partial(call, config, causal=causal, scale=d**-0.5), sample)
 
 
+@pytest.mark.drawn("head_dim", "config", "deterministic")
 @pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("head_dim", "config", "deterministic"), BACKWARDS + WIDES, ids=str)
@@ -174,6 +175,7 @@ def test_every_backward_config(device, head_dim, config, deterministic, shape, c
 WINDOWS = [(70, 0), (300, 33), (129, None), (None, 40), (0, 0), (63, 500)]
 
 
+@pytest.mark.drawn("head_dim")
 @pytest.mark.parametrize("corner", [False, "bottom_right"])
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("shape", ["ragged", "tall", "short", "one"])
@@ -194,6 +196,7 @@ def test_windows(device, head_dim, shape, window, corner):
             assert_accurate(windowed(problem, deterministic=False), sample)
 
 
+@pytest.mark.drawn("value_dim")
 @pytest.mark.parametrize("mask", ["causal", "window70+30", "full"])
 @pytest.mark.parametrize("value_dim", [40, 64, 128])
 @pytest.mark.parametrize("head_dim", [136, 192])
@@ -216,6 +219,7 @@ DOCUMENTS = {
 }
 
 
+@pytest.mark.drawn("head_dim")
 @pytest.mark.parametrize("mask", ["causal", "causal_br", "window70+30", "full"])
 @pytest.mark.parametrize("packed", DOCUMENTS)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
@@ -230,6 +234,7 @@ def test_documents(device, head_dim, packed, mask):
     assert_accurate(partial(attend, deterministic=False), sample)
 
 
+@pytest.mark.drawn("head_dim")
 @pytest.mark.parametrize("values", ["normal", "extreme", "negative"])
 @pytest.mark.parametrize("mask", KINDS)
 @pytest.mark.parametrize("cap", [0.7, 5.0, 50.0])
@@ -242,6 +247,7 @@ def test_softcap(device, head_dim, cap, mask, values):
     verify(attend, Sample(problem=problem, device=device, values=values))
 
 
+@pytest.mark.drawn("head_dim")
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
 @on_hopper
@@ -252,6 +258,7 @@ def test_slopes(device, head_dim, mask):
     verify(attend, Sample(problem=problem, device=device))
 
 
+@pytest.mark.drawn("head_dim")
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize("head_dim", WIDTHS)
 @on_hopper
@@ -281,6 +288,7 @@ def test_a_learned_bias(device, mask, seq_kv, softcap):
     verify(attend, Sample(problem=problem, device=device))
 
 
+@pytest.mark.drawn("head_dim")
 @pytest.mark.parametrize("mask", [*KINDS, "causal_br"])
 @pytest.mark.parametrize("head_dim", WIDTHS)
 @on_hopper
@@ -346,6 +354,7 @@ CUTS = {
 }
 
 
+@pytest.mark.drawn("head_dim")
 @pytest.mark.parametrize("values", ["normal", "extreme", "huge_v", "ties"])
 @pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("shape", CUTS)
@@ -362,6 +371,7 @@ def test_cut(device, head_dim, shape, causal, values):
     assert all(torch.equal(again[name], x) for again in runs for name, x in runs[0].items())
 
 
+@pytest.mark.drawn("head_dim")
 @pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("shape", CUTS)
 @pytest.mark.parametrize("head_dim", [72, 128])

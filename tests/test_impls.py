@@ -250,6 +250,7 @@ def test_scales(impl, device, scale):
     verify_strictly(impl, device, problem, scale=scale)
 
 
+@pytest.mark.drawn("share")
 @strictly
 @pytest.mark.parametrize("share", range(SHARES))
 @hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // DIVISOR // SHARES)

@@ -318,6 +318,7 @@ def test_splits_leave_counters_zero(device, problem, num_splits, limited, monkey
         assert not shared.any()
 
 
+@pytest.mark.drawn("head_dim", "dtype")
 @pytest.mark.parametrize(("apart", "num_splits"), [(0, 1), (1, 2), (4, 1), (4, 2)])
 @pytest.mark.parametrize("head_dim", [6, 20, 40])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # fp32 comes decomposed

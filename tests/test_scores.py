@@ -104,6 +104,7 @@ SHAPES = {  # of B, H, T, S = 2, 4, 20, 26
 }
 
 
+@pytest.mark.drawn("shape")
 @OURS
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bias(name, shape, device):
@@ -118,6 +119,7 @@ def test_bias(name, shape, device):
     assert_like(got, wanted, given, make_grads(PROBLEM, device=device))
 
 
+@pytest.mark.drawn("shape")
 @OURS
 @pytest.mark.parametrize("shape", [(4, 45), (1, 45), (2, 4, 45), (2, 1, 45)])
 @pytest.mark.parametrize("window", [(None, None), (9, 7)])
@@ -429,6 +431,7 @@ def test_padding_around_a_bias_is_not_read(seed, device):
         assert x.isfinite().all()
 
 
+@pytest.mark.drawn("shape")
 @OURS
 @pytest.mark.parametrize("shape", ["all", "a_head", "rows", "columns", "one", "relative"])
 def test_bias_and_sink_of_documents(name, shape, device):

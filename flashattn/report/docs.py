@@ -38,7 +38,8 @@ def render(text: str, run: Run) -> str:
         command = f"pytest benchmarks/bench_{EXCERPTS[name].study}.py"
         made = f"*No kept run has this table yet; `{command}` measures it.*"
         if table.lines:
-            made = f"{markdown(table)}\n\n*{table.caption} {_origin(run, table.rows)}.*"
+            notes = "".join(note.replace("*", r"\*") + ".\n\n" for note in table.notes)
+            made = f"{markdown(table)}\n\n{notes}*{table.caption} {_origin(run, table.rows)}.*"
         return f"{begin}\n{made} {end}"
 
     return TABLE.sub(filled, text)

@@ -27,7 +27,7 @@ from flashattn.report.rows import ANY_ORDER, KERNELS, NAIVE, share
 from flashattn.report.studies import compile as compiling
 from flashattn.report.studies.integrations import ACTIVATED, DIRECT, FATTN, LENGTHS, UNITS
 from flashattn.report.studies.integrations import PEERS as ATTENTIONS
-from flashattn.report.units import MASKS, digits, gib, mib, microseconds, ms, percent, times
+from flashattn.report.units import MASKS, digits, gib, mib, microseconds, ms, of_roof, times
 
 CUDNN, FA2, FA4, FLEX, SDPA = "sdpa_cudnn", "sdpa_flash", "flash_attn_4", "flex", "sdpa"
 EFFICIENT = "sdpa_efficient"
@@ -116,7 +116,7 @@ EXCERPTS: dict[str, Excerpt] = {
             "operations per byte": lambda rows: digits(rows[-1]["flops"] / rows[-1]["bytes"]),
             "TFLOP/s": rate(),
             "of the products' roof": fastest(
-                lambda row: percent(share(row["run"], row, row["dtype"]))
+                lambda row: of_roof(share(row["run"], row, row["dtype"]))
             ),
         },
         note="Forward, no mask, bf16, N = 4096, 16 384 tokens, hidden size 2048; bytes: of q, k, v"

@@ -93,3 +93,15 @@ def test_tables_that_cannot_be_made(made_run):
     assert "`pytest benchmarks/bench_parallel.py` measures it" in empty
     with pytest.raises(ValueError, match=r"table: wanted one of speed, .*, got x"):
         render(text.format("x"), made_run)
+
+
+def test_a_share_above_100_percent_says_why(run):
+    """A share of a roof above 100% is marked, and the page says what the mark means."""
+    fast = {"seq_q": 4096, "head_dim": 64, "problem": "fast", "impl": "hopper", "flops": 1e15}
+    fast |= {"study": "flash", "protocol": "tokens", "dtype": "bfloat16", "pass": "forward"}
+    fast |= {"causal": False, "bytes": 1e9, "seconds": 0.1, "status": "ok", "name": "fast"}
+    page = "<!-- table: roofline -->\n<!-- end -->\n"
+    for roof, said in ((1.2e16, False), (0.8e16, True)):
+        measured = replace(run.rows[0]["run"], roofs={"bfloat16": roof})
+        made = render(page, replace(run, rows=[fast | {"run": measured}]))
+        assert ("%\\*" in made) == ("more than the roof" in made) == said, made

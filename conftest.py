@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from flashattn import registry
-from flashattn.testing import caught, examples, left_out, parallel, seed
+from flashattn.testing import caught, drawn, examples, left_out, parallel, seed
 from flashattn.testing.plugin_file import choose
 from flashattn.testing.verdicts import Verdicts
 
@@ -39,7 +39,7 @@ hypothesis.settings.load_profile("default")
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Register our plugins; add the option that chooses implementations."""
-    for plugin in (caught, examples, left_out, parallel, seed):
+    for plugin in (caught, drawn, examples, left_out, parallel, seed):
         pluginmanager.register(plugin)
     parser.addoption(
         "--impl",

@@ -13,7 +13,6 @@ from triton import knobs
 
 import flashattn
 from flashattn.measure import roofline, timing
-from flashattn.testing import drawn
 from flashattn.testing.patching import patch_interpreter
 from flashattn.testing.upstream import products_mix_rows
 
@@ -36,11 +35,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 WITHOUT_ONEDNN = products_mix_rows()
 if WITHOUT_ONEDNN:  # else correct implementations fail laws about NaN
     torch.backends.mkldnn.enabled = False
-
-
-def pytest_addoption(pluginmanager):
-    """Register the plugin that draws tests on a GPU."""
-    pluginmanager.register(drawn)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -95,3 +95,12 @@ def test_the_header_says_what_is_left_out(monkeypatch):
     (said,) = header()
     assert "--every-tile" in said
     assert header(numprocesses=None) == header(**{"--every-tile": True}) == []
+
+
+def test_every_tile_wants_a_gpu(pytestconfig, pytester, monkeypatch):
+    """Without a GPU ``--every-tile`` is a usage error that says what is needed."""
+    monkeypatch.setattr(drawn, "ON_GPU", False)
+    pytester.makeconftest((pytestconfig.rootpath / "conftest.py").read_text())
+    result = pytester.runpytest_inprocess("--every-tile")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --every-tile: wanted a CUDA GPU, got none;*"])

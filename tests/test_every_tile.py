@@ -226,16 +226,6 @@ def test_shapes_are_what_they_say():
     assert tall.fully_masked_rows == 200
 
 
-def test_every_tile_wants_a_gpu(pytestconfig, pytester, monkeypatch):
-    """Without a GPU ``--every-tile`` is a usage error that says what is needed."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    tests = pytestconfig.rootpath / "tests"
-    pytester.makeconftest((tests / "conftest.py").read_text())
-    result = pytester.runpytest_inprocess("--every-tile")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --every-tile: wanted a CUDA GPU, got none;*"])
-
-
 @pytest.mark.drawn("head_dim")
 @pytest.mark.gpu  # the interpreter has no such tiles
 @pytest.mark.parametrize("head_dim", [40, 64, 128])

@@ -14,6 +14,7 @@ from triton import knobs
 import flashattn
 from flashattn.measure import roofline, timing
 from flashattn.testing.patching import patch_interpreter
+from flashattn.testing.seed import Seed
 from flashattn.testing.upstream import products_mix_rows
 
 # Tests multiply small matrices: on shared cores, threads that wait for each other made them six
@@ -75,6 +76,7 @@ def pytester(pytester, monkeypatch):
     pytester._sys_modules_snapshot = snapshot()
     pytester._Pytester__take_sys_modules_snapshot = snapshot
     profile = hypothesis.settings.get_current_profile_name()
+    monkeypatch.setattr(Seed, "value", Seed.value)  # put back later
     yield pytester
     hypothesis.settings.load_profile(profile)  # an inner run's conftest replaces it
 

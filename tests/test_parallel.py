@@ -16,12 +16,12 @@ FILES = {
 import time
 
 import pytest
-
-SPANS = pytest.StashKey()
+from flashattn.testing.seed import Seed
 
 
 @pytest.mark.parametrize("i", range(6))
 def test_beside(i, record_property):
+    record_property("seed", Seed.value)
     record_property("begin", time.time())
     time.sleep(0.2)
     record_property("end", time.time())
@@ -30,6 +30,7 @@ def test_beside(i, record_property):
 @pytest.mark.alone
 @pytest.mark.parametrize("i", range(2))
 def test_alone(i, record_property):
+    record_property("seed", Seed.value)
     record_property("begin", time.time())
     time.sleep(0.2)
     record_property("end", time.time())
@@ -76,8 +77,7 @@ def test_workers(pytester, request, monkeypatch, capfd):
     for name, text in FILES.items():
         (folder / name).write_text(text)
     monkeypatch.setattr(Count, "all", 0)
-    quick = "--hypothesis-profile=quick", "--hypothesis-seed=1"
-    result = pytester.runpytest_inprocess("tests", "-n2", "-q", *quick)
+    result = pytester.runpytest_inprocess("tests", "-n2", "-q", "--hypothesis-profile=quick")
     output = result.stdout.str()
     skipped = result.parseoutcomes().get("skipped", 0)  # peers whose only example does not suit
     assert skipped <= sum(impl.excused for impl in asked)
@@ -92,8 +92,10 @@ def test_workers(pytester, request, monkeypatch, capfd):
         ["*tiled: what fails, made small*", "tests/test_fails.py::test_of_one[[]tiled[]]"]
     )
     spans = [line.split()[1:] for line in output.splitlines() if line.startswith("SPAN")]
-    times = sorted((float(begin), float(end), name) for name, begin, end in spans)
+    times = sorted((float(begin), float(end), name) for _, name, begin, end, _ in spans)
     assert len(times) == 8
+    workers, *_, seeds = map(set, zip(*spans, strict=True))
+    assert (len(workers), len(seeds)) == (2, 1)  # a law draws the same in each
     for (_, end, name), (begin, _, after) in pairwise(times):
         if "alone" in name + after:
             assert end <= begin
@@ -104,7 +106,8 @@ SPANS = """
 def pytest_runtest_logreport(report):
     spans = dict(report.user_properties)
     if report.when == "call" and "begin" in spans and hasattr(report, "node"):  # of a worker
-        print("\\nSPAN", report.nodeid.split("::")[1], spans["begin"], spans["end"])
+        where = report.node.gateway.id, report.nodeid.split("::")[1]
+        print("\\nSPAN", *where, spans["begin"], spans["end"], spans["seed"])
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import AbstractContextManager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -34,9 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     option = config.option
     if getattr(option, "hypothesis_seed", None) is None:
-        option.drawn_seed = getattr(option, "drawn_seed", None) or random.randrange(1, 2**32)  # noqa: S311
-        Seed.value = option.drawn_seed
+        received = getattr(config, "workerinput", {}).get("seed")
+        Seed.value = received or random.randrange(1, 2**32)  # noqa: S311
         if option.impl:
             option.hypothesis_seed = Seed.value
     else:
         Seed.value = option.hypothesis_seed
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Send the seed to a worker."""
+    node.workerinput["seed"] = Seed.value

@@ -1,5 +1,8 @@
 """Values: each maker does what its name says, in every dtype."""
 
+from contextlib import nullcontext
+from random import Random
+
 import hypothesis
 import pytest
 import torch
@@ -57,12 +60,7 @@ def test_values_are_finite(name, dtype):
 )
 def test_sums_over_rows_stay_in_fp16(asked, grad, huge):
     """Samples of fp16 have huge values unless a gradient of a bias or sink sums their rows."""
-    drawn = set()
-
-    @hypothesis.settings(max_examples=150, database=None)
-    @hypothesis.given(samples("cpu", bool, asked={"dtypes": ("float16",), **asked}, grad=grad))
-    def draw(sample):
-        drawn.add(sample.values)
-
-    draw()
-    assert ("huge_v" in drawn) == huge
+    drawn = samples("cpu", bool, asked={"dtypes": ("float16",), **asked}, grad=grad)
+    with nullcontext() if huge else pytest.raises(hypothesis.errors.NoSuchExample):
+        how = {"settings": hypothesis.settings(max_examples=300, database=None)}
+        hypothesis.find(drawn, lambda x: x.values == "huge_v", **how, random=Random(0))  # noqa: S311

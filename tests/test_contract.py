@@ -187,6 +187,22 @@ def test_an_error_is_a_refusal():
     assert try_clause(impl, CPU, ERRORS_KEEP)["verdict"] == "keeps"
 
 
+@pytest.mark.parametrize("clause", ["T != S", ERRORS_KEEP])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError(), torch.AcceleratorError("CUDA error: out of memory")],
+    ids=repr,
+)
+def test_too_little_memory_is_no_verdict(error, clause):
+    """A clause is not judged, not even one that asks for an error, if there is no memory for it."""
+
+    def hungry(*_, **__):
+        raise error
+
+    found = try_clause(made(hungry), CPU, clause)
+    assert found["verdict"] == "not judged"
+
+
 def test_the_usual_problem_is_in_a_dtype_that_is_taken():
     """Clauses that name no dtype are tried in one that the implementation takes."""
     picky = replace(made(good), limits=lambda p, _: None if p.dtype == "float32" else "fp32 only")

@@ -184,6 +184,7 @@ def test_a_working_gpu_is_sampled():
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (MemoryError(), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("an illegal memory access was encountered"), False),
         (AssertionError("can't allocate memory"), False),
     ],

@@ -135,7 +135,8 @@ def out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` means that the device or the host is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    said = ("can't allocate memory", "CUDA error: out of memory")  # the CPU's; CUDA's own
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in said)
 
 
 def _installed(package: str) -> str | None:

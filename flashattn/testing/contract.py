@@ -3,6 +3,7 @@
 An implementation keeps a clause if its results are within the budgets (or bit-identical, where the
 clause requires it). It refuses a clause if it raises an error, which is fair, and breaks a clause
 if its results are wrong. Clauses are tried even if the implementation declares them unsupported.
+If there is too little memory, which other processes may hold, a clause is not judged.
 
 Try all clauses, or some, and print a JSON line for each::
 
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 
 import flashattn.impls  # noqa: F401 - registers everyone
+from flashattn.measure.device import out_of_memory
 from flashattn.problem import Problem
 from flashattn.registry import Impl, get
 from flashattn.testing.accuracy import Expected
@@ -36,6 +38,7 @@ from flashattn.testing.state import TraceError, unchanged
 from flashattn.testing.values import sunken
 
 KEEPS, BREAKS, REFUSES, CRASHES = "keeps", "breaks", "refuses", "crashes"
+UNJUDGED = "not judged"
 LONGEST = 150  # at most so many characters of an error are reported
 SEQ_Q, SEQ_KV = 40, 70
 ROWS, MANY = 4096, 40  # rows; batches, or heads
@@ -251,7 +254,7 @@ def try_clause(impl: Impl, device: torch.device, clause: str) -> Outcome:
     """Try one of ``CLAUSES``.
 
     Returns:
-        ``verdict``, one of the four words above, and ``said``, the error's first line, or None.
+        ``verdict``, one of the five words above, and ``said``, the error's first line, or None.
     """
     if impl.compiles:
         torch.compiler.reset()  # else it gives up compiling after some shapes
@@ -260,6 +263,8 @@ def try_clause(impl: Impl, device: torch.device, clause: str) -> Outcome:
     except (ClauseError, FormError, TraceError) as error:
         return {"verdict": BREAKS, "said": _line(error)}
     except Exception as error:  # noqa: BLE001 - whatever an implementation raises is its refusal
+        if out_of_memory(error):
+            return {"verdict": UNJUDGED, "said": _line(error)}
         crashed = isinstance(error, torch.AcceleratorError)
         kept = KEEPS if clause == ERRORS_KEEP else REFUSES
         return {"verdict": CRASHES if crashed else kept, "said": _line(error)}

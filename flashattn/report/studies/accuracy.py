@@ -17,8 +17,8 @@ TITLE = "Accuracy"
 QUESTION = "How wrong is everybody against fp64, and who keeps which promise?"
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 KINDS = {"max": [1, 0], "mean": [2, 3]}  # dashes of the budgets
-MARKS = {"keeps": "yes", "breaks": "NO", "refuses": "-", "crashes": "CRASH"}
-COLOURS = {"yes": "#3fa968", "NO": "#e4573d", "-": "#9aa4b1", "CRASH": "#b3261e"}  # by mark
+MARKS = {"keeps": "yes", "breaks": "NO", "refuses": "-", "crashes": "CRASH", "not judged": "OOM"}
+COLOURS = {"yes": "#3fa968", "NO": "#e4573d", "-": "#9aa4b1", "CRASH": "#b3261e", "OOM": "#d9a514"}
 
 
 def _errors(rows: list[Row]) -> list[Row]:

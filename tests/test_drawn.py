@@ -1,5 +1,7 @@
 """On a GPU, a run in workers tests half of the largest grids; a few runs test everything."""
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -104,3 +106,17 @@ def test_every_tile_wants_a_gpu(pytestconfig, pytester, monkeypatch):
     result = pytester.runpytest_inprocess("--every-tile")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --every-tile: wanted a CUDA GPU, got none;*"])
+
+
+def test_marks_are_on_tests_with_such_parameters():
+    """Each ``drawn`` mark is on a test, and names its parameters; a GPU alone would tell."""
+    marks = 0
+    for path in Path(__file__).parent.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for mark in getattr(node, "decorator_list", ()):
+                if ast.unparse(mark).startswith("pytest.mark.drawn("):
+                    marks += 1
+                    assert node.name.startswith("test_")
+                    parameters = {parameter.arg for parameter in node.args.args}
+                    assert {name.value for name in mark.args} <= parameters, node.name
+    assert marks

@@ -132,12 +132,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", chosen, ids=str)
 
 
-@pytest.mark.drawn("case")
 def sample(case, device):
     """Return the sample of a case: o, lse, and the gradients of both."""
     return Sample(problem=case.problem, device=device, layout=case.layout)
 
 
+@pytest.mark.drawn("case")
 def test_every_tile(case, device):
     """Each tile of this machine's table, by descriptors and by pointers, is within the budgets."""
     asked = sample(case, device)

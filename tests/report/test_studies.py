@@ -213,3 +213,12 @@ def test_pictures_tell_what_is_unsteady_and_what_is_missing(made_run):
     ]
     one = replace(run, rows=[r for r in run.rows if r.get("seq_q") == 512])
     assert flash.pictures(one) == {}
+
+
+def test_clauses_that_were_not_judged_do_not_count():
+    """Clauses are counted among those that were judged; one without memory was not."""
+    words = ("keeps", "breaks", "refuses", "crashes", "not judged")
+    clauses = {word: {"verdict": word, "said": None} for word in words}
+    rows = [{"status": "ok", "impl": "one", "part": "contract", "clauses": clauses}]
+    assert accuracy.kept(rows) == {"one": (1, 4)}
+    assert accuracy.broken(rows) == {"one": ["breaks", "crashes"]}

@@ -40,11 +40,12 @@ def judged(rows: list[Row]) -> list[Row]:
 
 
 def kept(rows: list[Row]) -> dict[str, tuple[int, int]]:
-    """Return how many clauses each implementation keeps, and out of how many."""
-    return {
-        impl: (sum(_verdict(row, name) == "keeps" for name in row["clauses"]), len(row["clauses"]))
-        for impl, row in _contracts(rows).items()
-    }
+    """Return how many clauses each implementation keeps, of how many that were judged."""
+    found = {}
+    for impl, row in _contracts(rows).items():
+        verdicts = [_verdict(row, name) for name in row["clauses"]]
+        found[impl] = verdicts.count("keeps"), len(verdicts) - verdicts.count("not judged")
+    return found
 
 
 def broken(rows: list[Row]) -> dict[str, list[str]]:

@@ -1,7 +1,8 @@
-"""pytest plugin: on a GPU, a run in workers tests half of the largest grids, drawn by its seed.
+"""pytest plugin: on a GPU, a run in workers draws by its seed what it tests, to compile less.
 
-Nearly all of that run's time compiles kernels. A few runs with different seeds test everything, and
-so does one run with ``--every-tile``. Nothing is left out in one process or with ``--impl``.
+It tests half of the largest grids, and one family of our kernels for each law. A few runs with
+different seeds test everything, and so does one run with ``--every-tile``. Nothing is left out in
+one process or with ``--impl``.
 """
 
 from __future__ import annotations

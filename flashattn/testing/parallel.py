@@ -117,10 +117,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         found = places.setdefault(test + asked.replace(impl, "", 1), len(places))
         return -found if worker else found
 
-    items.sort(key=lambda x: (_alone(x), not _drawn(x), place(x)))
+    items.sort(key=lambda x: (_alone(x), not _property_based(x), place(x)))
 
 
-def _drawn(item: pytest.Item) -> bool:
+def _property_based(item: pytest.Item) -> bool:
     """Return whether Hypothesis draws the inputs of a test."""
     function = getattr(item, "obj", None)
     return hasattr(function, "hypothesis") or hasattr(function, "is_law")

@@ -92,6 +92,7 @@ def test_the_header_says_what_is_left_out(monkeypatch):
         )
         return drawn.pytest_report_header(config)
 
+    monkeypatch.setattr(drawn, "ON_GPU", False)
     assert header() == []
     monkeypatch.setattr(drawn, "ON_GPU", True)
     (said,) = header()

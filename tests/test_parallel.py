@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashattn import registry
-from flashattn.testing import law, left_out, parallel
+from flashattn.testing import drawn, law, left_out, parallel
 from flashattn.testing.examples import Count
 from flashattn.testing.law import share
 
@@ -74,7 +74,8 @@ def test_workers(pytester, request, monkeypatch, capfd):
     for name, text in FILES.items():
         (folder / name).write_text(text)
     monkeypatch.setattr(Count, "all", 0)
-    result = pytester.runpytest_inprocess("tests", "-n2", "-q", "--hypothesis-profile=quick")
+    options = ["-n2", "-q", "--hypothesis-profile=quick", *["--every-tile"] * drawn.ON_GPU]
+    result = pytester.runpytest_inprocess("tests", *options)
     output = result.stdout.str()
     skipped = result.parseoutcomes().get("skipped", 0)  # peers whose only example does not suit
     assert skipped <= sum(impl.excused for impl in asked)

@@ -15,6 +15,7 @@ from flashattn import registry
 from flashattn.arguments import (
     autocast_dtype,
     cast,
+    cast_bias,
     check_sizes,
     facts_of,
     of_one_width,
@@ -85,7 +86,8 @@ def attention(
     sees keys 0 ... t, as in PyTorch. With ``"bottom_right"`` it sees keys 0 ... t + S - T, as in
     flash-attn, so the last query sees every key. A sliding window further limits a query at
     position p to keys p - left ... p + right. Keys and values that no query sees may be NaN.
-    Products are accumulated in fp32. ``torch.autocast`` casts q, k and v first.
+    Products are accumulated in fp32. ``torch.autocast`` first casts q, k and v, and a bias that
+    is not fp32.
 
     Args:
         q: [B, H, T, D], or [B, T, D] for one head; fp32, fp16 or bf16 (fp64 only in the PyTorch
@@ -149,12 +151,13 @@ def attention(
     Source: Dao, 2023, "FlashAttention-2".
     """
     tensors: dict[str, Any] = {}
-    given = causal, window, documents, mask, alibi_slopes, bias, sink
+    given = causal, window, documents, mask, alibi_slopes, sink
     if documents is not None or mask is not None:
         check_sizes(q, k, v)
         tensors["bounds"] = bounds_of(q, k, Mask.of(causal, window), documents, mask)
         causal, window = False, UNBOUNDED
-    if alibi_slopes is not None or bias is not None or sink is not None:
+    scored = alibi_slopes is not None or bias is not None or sink is not None
+    if scored and autocast_dtype(q) is None:
         tensors |= scored_by(q, k, v, alibi_slopes, bias, sink, packed=documents is not None)
     key = _key(
         q, k, v, causal, window, tensors, softcap, scale, return_lse, impl, precision,
@@ -169,9 +172,10 @@ def attention(
     if attend is None:
         dtype = autocast_dtype(q) if key is None else None
         if dtype is not None:
-            names = "causal", "window", "documents", "mask", "alibi_slopes", "bias", "sink"
+            names = "causal", "window", "documents", "mask", "alibi_slopes", "sink"
             options |= zip(names, given, strict=True)
             options |= {
+                "bias": cast_bias(dtype, bias),
                 "softcap": softcap,
                 "scale": scale,
                 "impl": impl,

@@ -97,3 +97,12 @@ def cast(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]
         else x
         for x in tensors
     )
+
+
+def cast_bias(dtype: torch.dtype, bias: Any) -> Any:
+    """Cast a bias as ``cast`` does, unless it is fp32, which goes with every dtype of q."""
+    if isinstance(bias, Relative):
+        return Relative(cast_bias(dtype, bias.vector))
+    if isinstance(bias, torch.Tensor) and bias.dtype == torch.float32:
+        return bias
+    return cast(dtype, bias)[0]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch._C._functorch import is_batchedtensor
 
 from flashattn.mask import BlockRange, Mask, tiles_between
 
@@ -77,7 +78,16 @@ class Intervals:
     """
 
     def __init__(self, bounds: Bounds, dims: int) -> None:
-        """Copy the bounds to the host, except under torch.compile, where every tile is visited."""
+        """Copy the bounds to the host, except under torch.compile, where every tile is visited.
+
+        Raises:
+            NotImplementedError: ``torch.func.vmap`` maps the bounds.
+        """
+        if any(map(is_batchedtensor, bounds)):
+            raise NotImplementedError(
+                "mask, documents: the tiled attention takes none that torch.func.vmap maps;"
+                ' impl="reference" does'
+            )
         self.seq_q, self.seq_kv = bounds.keys.shape[1], bounds.queries.shape[1]
         self._keys = bounds.keys.view(bounds.keys.shape[0], *[1] * dims, self.seq_q, 2)
         self._rows = None if torch.compiler.is_compiling() else [_extremes(x) for x in bounds]
@@ -110,8 +120,8 @@ class Intervals:
 
 def _extremes(x: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
     """Return the smallest and the largest bounds of each row over all batches."""
-    if x.shape[0] == 1:
-        rows = x[0].tolist()
+    if x.shape[0] < 2:  # noqa: PLR2004 - one batch, or none
+        rows = (x[0] if len(x) else x.new_zeros(x.shape[1:])).tolist()
         return rows, rows
     return x.amin(0).tolist(), x.amax(0).tolist()
 

@@ -7,7 +7,7 @@ import torch
 from flashattn.arguments import facts_of, of_one_width, only_v_differs_in_width, scored_by
 from flashattn.checks import check_among, check_scale
 from flashattn.gpus import gpu_of
-from flashattn.mask import UNBOUNDED, Causal, Window
+from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.masks import RowMask
 from flashattn.plan.choose import choose
 from flashattn.plan.gpu import CARDS, Gpu
@@ -75,8 +75,9 @@ def explain(
             q, k, v = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in alike)
     rows = documents is not None or mask is not None
     if rows:
+        Mask.of(causal, window)
         causal, window = False, UNBOUNDED
-    scored = scored_by(q, k, v, alibi_slopes, bias, sink, packed=False)
+    scored = scored_by(q, k, v, alibi_slopes, bias, sink, packed=documents is not None)
     facts = facts_of(scored) | {"documents": "unknown" if rows else None}
     problem = Problem.of(*alike, causal=causal, window=window, softcap=softcap, **facts)
     check_among("impl", impl, FAMILIES)

@@ -256,10 +256,9 @@ class _Head:
     """The head that a predicate is given when it is evaluated; using it is an error."""
 
     def _refuse(self, *_: object) -> Any:
-        raise ValueError("mask: one for all heads, but the predicate asks which head it is")
+        raise TypeError("a _Head has no value")
 
-    __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __index__ = __add__ = __mul__ = __mod__ = _refuse
-    __radd__ = __rmul__ = __floordiv__ = __sub__ = __rsub__ = _refuse
+    __eq__ = __bool__ = _refuse  # Python and PyTorch refuse all else, with its name in the message
     __hash__ = object.__hash__
 
 
@@ -274,10 +273,16 @@ class _Of(RowMask):
         queries = torch.vmap(keys, (None, None, 0, None))
         batches = torch.vmap(queries, (0, None, None, None))
         step = max(1, EVALUATED // max(1, sizes.batch * sizes.seq_kv))
-        parts = [
-            runs_of(batches(b, _Head(), t, s), int(t[0]) if len(t) else 0)
-            for t in sizes.queries[0].split(step)
-        ]
+        try:
+            parts = [
+                runs_of(batches(b, _Head(), t, s), int(t[0]) if len(t) else 0)
+                for t in sizes.queries[0].split(step)
+            ]
+        except (IndexError, TypeError) as error:
+            if _Head.__name__ not in str(error):
+                raise
+            said = "mask: one for all heads, but the predicate asks which head it is"
+            raise ValueError(said) from error
         low, high = (torch.cat(x, dim=1) for x in zip(*parts, strict=True))
         return monotone(low, high)
 
@@ -315,7 +320,7 @@ def of(seen: torch.Tensor | Predicate) -> RowMask:
         if seen.dtype != torch.bool or seen.ndim not in (2, 3, 4) or shape[1:-2] not in ((), (1,)):
             got = f"{seen.dtype} {list(shape)}"
             raise ValueError(f"mask: wanted bool [T, S], [B, T, S] or [B, 1, T, S], got {got}")
-        return _OfTensor(seen.reshape(-1, *shape[-2:]))
+        return _OfTensor(seen.reshape(shape[:-2].numel(), *shape[-2:]))
     predicate = getattr(seen, "mask_mod", seen)  # of a BlockMask
     if not callable(predicate):
         raise ValueError(f"mask: wanted a bool tensor or a predicate of (b, h, t, s), got {seen!r}")  # noqa: TRY004 - one kind of error for one kind of mistake

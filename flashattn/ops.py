@@ -181,6 +181,26 @@ def _run_backward(*inputs: Any) -> Gradients:
         return _backward(*inputs)
 
 
+def _layouts(grads: Any, saved: Any) -> tuple[object, ...] | None:
+    """Return the strides, alignments and precision that a backward plan depends on.
+
+    None for gradients that ``torch.autograd.grad(is_grads_batched=True)`` has batched: they have no
+    address, and the operator takes them one by one.
+    """
+    (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
+    try:
+        return (
+            q.stride(), q.data_ptr() % ALIGNMENT, k.stride(), k.data_ptr() % ALIGNMENT,
+            v.stride(), v.data_ptr() % ALIGNMENT, o.stride(), o.data_ptr() % ALIGNMENT,
+            lse.stride(), lse.data_ptr() % ALIGNMENT,
+            grad_o.stride(), grad_o.data_ptr() % ALIGNMENT,
+            grad_lse if grad_lse is None else (grad_lse.stride(), grad_lse.data_ptr() % ALIGNMENT),
+            q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
+        )  # fmt: skip
+    except RuntimeError:
+        return None
+
+
 class BoundCall:
     """The kernels chosen for one signature of inputs.
 
@@ -238,18 +258,14 @@ class BoundCall:
         since the forward, so plans are cached by all of these.
         """
         (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
-        if torch.is_grad_enabled() or not dispatch_is_trivial(grad_o, grad_lse, *saved, *extras):
+        direct = not torch.is_grad_enabled() and dispatch_is_trivial(
+            grad_o, grad_lse, *saved, *extras
+        )
+        key = _layouts(grads, saved) if direct else None
+        if key is None:
             given = Extras(*extras)
             found = _backward(*grads, *saved, *given, *self.options, bias_grad)
             return _asked(found, given, bias_grad=bias_grad)
-        key = (
-            q.stride(), q.data_ptr() % ALIGNMENT, k.stride(), k.data_ptr() % ALIGNMENT,
-            v.stride(), v.data_ptr() % ALIGNMENT, o.stride(), o.data_ptr() % ALIGNMENT,
-            lse.stride(), lse.data_ptr() % ALIGNMENT,
-            grad_o.stride(), grad_o.data_ptr() % ALIGNMENT,
-            grad_lse if grad_lse is None else (grad_lse.stride(), grad_lse.data_ptr() % ALIGNMENT),
-            q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
-        )  # fmt: skip
         lies: tuple[object, ...] = ()
         if extras and (bias := extras[-2]) is not None:
             lies = bias.stride(), bias.data_ptr() % ALIGNMENT, bias_grad

@@ -178,7 +178,10 @@ def _behind(attend: AttentionCall, name: str) -> AttentionCall:
     return sunk
 
 
-_bounds = lru_cache(maxsize=4)(bounds_of_lengths)  # shared by calls of one problem, such as layers
+@lru_cache(maxsize=4)  # shared by calls of one problem, such as the layers of a model
+@torch.inference_mode(mode=False)  # a later call may save them for its backward
+def _bounds(*problem: Any) -> Any:
+    return bounds_of_lengths(*problem)
 
 
 def _options(call: Callable[..., Any]) -> frozenset[str] | None:

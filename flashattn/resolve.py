@@ -121,6 +121,9 @@ def kept(
 ) -> Made:
     """Return the result of ``make``, cached as long as the tensors that it reads do not change.
 
+    PyTorch counts changes of a tensor. Writes that it does not see are not noticed: through numpy
+    or ``.data``, by a kernel that PyTorch does not know, or by the replay of a CUDA graph.
+
     Args:
         q: the q of the call, which may forbid caching (see ``_keeps``).
         owner: the object with which the cached results are freed.
@@ -136,7 +139,8 @@ def kept(
     if made is None or any(x() is None for x in made_from):  # its id may be reused
         if len(of_owner) >= KEPT:
             of_owner.clear()
-        made = make()
+        with torch.inference_mode(mode=False):  # a later call may save it for its backward
+            made = make()
         of_owner[key] = made, [ref(x) for x in tensors]
     return cast("Made", made)
 

@@ -263,7 +263,7 @@ def check_bias(bias: object, sizes: tuple[int, int, int, int], q: torch.Tensor) 
     ]
     if x.ndim != len(wanted) or not all(fits):
         raise ValueError(f"bias: wanted what broadcasts to {wanted}, got {shape}")
-    return x
+    return x.resolve_neg()  # kernels read its memory, which a lazily negated view does not have
 
 
 def check_sink(sink: object, heads: int, q: torch.Tensor) -> torch.Tensor:

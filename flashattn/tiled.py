@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
 
 from flashattn import score
 from flashattn.bounds import Bounds, Intervals
@@ -209,7 +210,8 @@ class _TiledGradients(torch.autograd.Function):
         grads, saved = (grad_o, grad_lse), (q, k, v, o, lse)
         terms = Terms(alibi_slopes, bias, relative, query_offset, seq_q)
         given: dict[str, Any] = {"terms": terms, "sink": sink, "bias_grad": bias_grad}
-        return tiled_backward(grads, saved, mask=mask, scale=scale, softcap=softcap, **given)
+        with torch.autocast(q.device.type, enabled=False):
+            return tiled_backward(grads, saved, mask=mask, scale=scale, softcap=softcap, **given)
 
     @staticmethod
     def setup_context(*_: object) -> None:
@@ -263,6 +265,12 @@ class _Tiled(torch.autograd.Function):
         kept = ctx.saved_tensors  # read once, as a checkpoint allows
         saved, scored = kept[:5], iter(kept[5:])
         saved = *saved, *(next(scored) if there else None for there in ctx.scored)
+        given = () if torch.compiler.is_compiling() else (grad_o, grad_lse)
+        if any(x is not None and is_legacy_batchedtensor(x) for x in given):
+            raise NotImplementedError(
+                "is_grads_batched, vectorize: the tiled attention takes torch.func.vmap only;"
+                ' impl="reference" takes both'
+            )
         grad_o = torch.zeros_like(saved[3]) if grad_o is None else grad_o
         _, bias, relative, sink = saved[5:]
         bias_grad = any(ctx.needs_input_grad[4:6])

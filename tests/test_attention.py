@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashattn
-from flashattn import api, attention, registry
+from flashattn import api, attention, registry, relative
 from flashattn.problem import Problem
 from flashattn.registry import Impl
 from flashattn.testing.inputs import make_inputs
@@ -97,6 +97,67 @@ def test_autocast_passes_all_on(device):
             attention([1.0], k, v)
     exact = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), **asked)
     assert all(torch.equal(a, b) for a, b in zip(outputs, exact, strict=True))
+
+
+@OURS
+def test_autocast_casts_a_bias(name, device):
+    """Under autocast a bias is cast like q, k and v, unless it is fp32."""
+    q, k, v = tensors(device)
+    bias = torch.randn(20, 20, device=device)
+    cast = [x.bfloat16() for x in (q, k, v)]
+    for given, kept in ((bias.half(), bias.half().bfloat16()), (bias, bias)):
+        vector = given[None, :, 0].repeat(1, 2)[:, :39]
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            o = attention(q, *cast[1:], bias=given, impl=name)
+            o_relative = attention(q, k, v, bias=relative(vector), impl=name)
+        assert torch.equal(o, attention(*cast, bias=kept, impl=name))
+        vector = vector.to(kept.dtype)
+        assert torch.equal(o_relative, attention(*cast, bias=relative(vector), impl=name))
+
+
+@pytest.mark.parametrize("name", ["triton", "tiled"])
+def test_backward_inside_autocast(name, device):
+    """Gradients are not rounded by an autocast that begins after the forward."""
+    given = [x.requires_grad_() for x in tensors(device)]
+    o = attention(*given, impl=name)
+    wanted = torch.autograd.grad(o.square().sum(), given, retain_graph=True)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        got = torch.autograd.grad(o.square().sum(), given)
+    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", ["triton", "reference"])
+def test_batched_gradients(name, device):
+    """``is_grads_batched`` computes the gradients of several dO."""
+    given = [x.requires_grad_() for x in tensors(device)]
+    o = attention(*given, impl=name)
+    several = torch.randn(3, *o.shape, device=device)
+    got = torch.autograd.grad(o, given, several, is_grads_batched=True, retain_graph=True)
+    for i, grad_o in enumerate(several):
+        wanted = torch.autograd.grad(o, given, grad_o, retain_graph=True)
+        torch.testing.assert_close(tuple(x[i] for x in got), wanted)
+
+
+def test_batched_gradients_of_tiled_are_refused(device):
+    """The tiled attention says what takes batched gradients."""
+    given = [x.requires_grad_() for x in tensors(device)]
+    o = attention(*given, impl="tiled")
+    with pytest.raises(NotImplementedError, match=r"is_grads_batched.*torch.func.vmap only"):
+        torch.autograd.grad(o, given, o[None], is_grads_batched=True)
+
+
+@pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
+def test_auto_does_not_read_what_no_query_sees(causal, device):
+    """Keys behind a causal mask may be NaN, whichever implementation "auto" takes."""
+    q, k, v = (x.requires_grad_() for x in tensors(device, seq_kv=30))
+    with torch.no_grad():
+        k[:, :, 20:] = v[:, :, 20:] = torch.nan
+    o = attention(q, k, v, causal=causal)
+    if causal == "bottom_right":  # the last query sees all of them
+        assert o[:, :, -1].isnan().all()
+        return
+    grads = torch.autograd.grad(o.sum(), (q, k, v))
+    assert all(x.isfinite().all() for x in (o, *grads))
 
 
 def test_auto_takes_the_fastest_with_its_options(device, monkeypatch):

@@ -157,3 +157,10 @@ def test_bad_arguments(change, words):
     with pytest.raises(ValueError, match=words):
         flash_attn_with_kvcache(**given)
     assert torch.equal(tensors[1], before)
+
+
+def test_no_sequences():
+    """A batch without sequences has no output."""
+    q, k, v = drawn(torch.device("cpu"), (0, 1), (3, KEYS), (3, KEYS))
+    lengths = torch.zeros(0, dtype=torch.int32)
+    assert flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths).shape == q.shape

@@ -13,6 +13,7 @@ from flashattn.bounds import Bounds, Intervals, of_documents, of_rows
 from flashattn.mask import Mask
 from flashattn.masks import Sizes
 from flashattn.problem import Problem
+from flashattn.registry import get
 from flashattn.resolve import bounds_of, cumulative
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.law import law
@@ -116,6 +117,17 @@ def test_the_kernel_of_documents(drawn, falls, device):
         assert torch.equal(one.cpu(), other)
 
 
+@pytest.mark.parametrize("bound", [2**31 - 1, 2**40])
+def test_the_kernel_of_documents_takes_any_window(bound, device):
+    """A window that is wider than the sequence hides nothing."""
+    from flashattn.kernels.portable.document_bounds import launch  # noqa: PLC0415
+
+    cu = torch.tensor([0, 5, 12], device=device)
+    wanted = launch(cu, cu, 12, 12, None, None, bottom_right=False)
+    got = launch(cu, cu, 12, 12, bound, bound, bottom_right=False)
+    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+
+
 @hypothesis.given(drawn=rows())
 def test_bounds_of_rows(drawn):
     """Bounds of rows are exactly the visible pairs, for queries and for keys."""
@@ -216,6 +228,10 @@ def dilated(b, h, t, s):
         (lambda: seen_of(masks.of(S <= 11 - T)), "query 1 sees begin or end before"),
         (lambda: seen_of(masks.of(S >= 11 - T)), "query 1 sees begin or end before"),
         (lambda: seen_of(masks.of(lambda b, h, t, s: s < h + t)), "which head it is"),
+        (lambda: seen_of(masks.of(lambda b, h, t, s: s < h / 2)), "which head it is"),
+        (lambda: seen_of(masks.of(lambda b, h, t, s: s == h)), "which head it is"),
+        (lambda: seen_of(masks.of(lambda b, h, t, s: s < LENGTHS[h])), "which head it is"),
+        (lambda: seen_of(masks.of(lambda b, h, t, s: s < (b if h else t))), "which head it is"),
         (lambda: seen_of(masks.of(S[:, :5] <= T)), "wanted a bool tensor for"),
         (lambda: masks.of(torch.ones(5, 12)), r"wanted bool \[T, S\]"),
         (lambda: masks.of("causal"), "a predicate of"),
@@ -495,3 +511,47 @@ def test_what_lies_in_no_document_is_hidden(ours, softcap, device):
     assert all(
         (x[:, :, end:] == 0).all() for x, end in zip((o, *grads), (25, 25, 30, 30), strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        lambda call, cu: partial(call, documents=cu),
+        lambda call, cu: partial(call, mask=masks.padding(cu[1:] + 1)),
+        lambda *_: partial(get("triton"), documents=((3, 3), (5, 5))),
+    ],
+    ids=["documents", "padding", "lengths"],
+)
+def test_bounds_made_for_inference_serve_training(hidden, device):
+    """Bounds that a call in inference mode has cached can be saved for a backward."""
+    q, k, v = make_inputs(Problem(batch=2, heads=2, seq_q=8, head_dim=16), device=device)
+    call = hidden(
+        partial(attention, impl="triton", return_lse=True), torch.tensor([0, 3, 8]).to(device)
+    )
+    with torch.inference_mode():
+        inferred, _ = call(q, k, v)
+    o, _ = call(q.requires_grad_(), k, v)
+    o.sum().backward()
+    assert torch.equal(o, inferred)
+
+
+@pytest.mark.parametrize(("batch", "seq_q"), [(0, 8), (2, 0)])
+def test_masks_of_nothing(batch, seq_q):
+    """Masks that are evaluated take no batches and no queries."""
+    q, k, v = make_inputs(Problem(batch=2, heads=2, seq_q=8, head_dim=16), device="cpu")
+    q, k, v = q[:batch, :, :seq_q], k[:batch], v[:batch]
+    seen = torch.ones(batch, seq_q, 8, dtype=torch.bool)
+    for mask in (masks.of(seen), masks.of(seen[:, None]), masks.of(lambda b, h, t, s: s <= t)):
+        assert attention(q, k, v, mask=mask).shape == q.shape
+
+
+@pytest.mark.filterwarnings("ignore:torch.searchsorted:UserWarning")  # of mapped lengths
+def test_a_mapped_mask_of_tiled_is_refused():
+    """The tiled attention reads bounds on the host, so that vmap cannot map them."""
+    q, k, v = make_inputs(Problem(batch=2, heads=2, seq_q=8, head_dim=16), device="cpu")
+
+    def masked(lengths):
+        return attention(q, k, v, mask=masks.padding(lengths), impl="tiled")
+
+    with pytest.raises(NotImplementedError, match=r"takes none that torch.func.vmap maps"):
+        torch.func.vmap(masked)(torch.tensor([[5, 7], [2, 8]]))

@@ -143,6 +143,12 @@ def check_rest(mesh):
         torch.testing.assert_close(unshard(got, mesh, dim=2, length=37), wanted)
     with torch.autocast("cpu", torch.bfloat16):
         assert shared(*map(cut, (q, k, v)), mesh=mesh, length=37).dtype == torch.bfloat16
+    mine = [cut(x).requires_grad_() for x in (q, k, v)]
+    loss = shared(*mine, mesh=mesh, length=37, impl="tiled").square().sum()
+    outside = torch.autograd.grad(loss, mine, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = torch.autograd.grad(loss, mine)
+    assert all(torch.equal(one, other) for one, other in zip(inside, outside, strict=True))
     assert torch.equal(positions(37, mesh), shard(torch.arange(37), mesh, dim=0))
 
 

@@ -76,6 +76,7 @@ def _attending(module: str) -> Callable[..., torch.Tensor]:
 
 
 @lru_cache(maxsize=4)  # shared by calls of one problem, such as the layers of a model
+@torch.inference_mode(mode=False)  # a later call may save them for its backward
 def _packed(documents: Lengths, device: torch.device) -> dict[str, Any]:
     cu_q, cu_k = cumulative(documents, device)
     longest = (max(rows) for rows in zip(*documents, strict=True))

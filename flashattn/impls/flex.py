@@ -27,6 +27,7 @@ def _flex() -> Callable[..., torch.Tensor]:
 
 
 @cache
+@torch.inference_mode(mode=False)  # a later call may save it for its backward
 def _block_mask(band: Band, device: torch.device) -> BlockMask:
     from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415
 
@@ -37,6 +38,7 @@ def _block_mask(band: Band, device: torch.device) -> BlockMask:
 
 
 @lru_cache(maxsize=4)  # making one takes as long as attention
+@torch.inference_mode(mode=False)
 def _block_mask_of(bounds: Bounds, batch: int) -> BlockMask:
     from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415
 

@@ -54,6 +54,11 @@ def _added(
     return added if everything else added.masked_fill(~_mask(band, q.device), -torch.inf)
 
 
+def _seen(q: torch.Tensor, x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """Return the keys or values that queries see; those behind a causal mask may be NaN."""
+    return x[:, :, : q.shape[2]] if "is_causal" in options and q.shape[2] < x.shape[2] else x
+
+
 def _sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -84,6 +89,7 @@ def _sdpa(
             options["is_causal"] = True
         elif band.left is not None or band.right is not None:
             options["attn_mask"] = _mask(band, q.device)
+    k, v = _seen(q, k, options), _seen(q, v, options)
     try:
         o = scaled_dot_product_attention(q, k, v, scale=scale, **options)
     except NotImplementedError as error:

@@ -75,7 +75,8 @@ def flash_attn_with_kvcache(
         alibi_slopes=alibi_slopes, block_table=block_table, rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
     )  # fmt: skip
-    check_shapes({"q": q[:1], "k_cache": k_cache[:1], "v_cache": v_cache[:1]}, DENSE)
+    one = {"q": q, "k_cache": k_cache, "v_cache": v_cache}  # the caches may have more sequences
+    check_shapes({name: x[: min(len(q), 1)] for name, x in one.items()}, DENSE)
     if cache_batch_idx is None and len(k_cache) < len(q):
         raise ValueError(f"k_cache: wanted {len(q)} sequences, got {len(k_cache)}")
     ends, new = _placed(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
@@ -84,7 +85,7 @@ def flash_attn_with_kvcache(
     window = how.pop("left"), how.pop("right")
     single, heads = q.shape[1] == 1 and q.shape[2] % keys.shape[1] == 0, queries.shape[1]
     if single:  # GQA packing: heads that share keys are queries of one tile
-        queries = queries.reshape(len(q), keys.shape[1], -1, q.shape[3])
+        queries = queries.reshape(len(q), keys.shape[1], heads // keys.shape[1], q.shape[3])
     sizes = q.shape[1], queries.shape[2] if single else 1, keys.shape[2]
 
     def make() -> RowMask:

@@ -110,7 +110,8 @@ class Kernels(NamedTuple):
             None if x is None else x.unflatten(1, (k.shape[1], -1)) for x in (*grads, q, o, lse)
         ]
         saved = grouped[2], k[:, :, None], v[:, :, None], *grouped[3:]
-        dq, dk, dv, *_ = tiled_backward((grouped[0], grouped[1]), saved, **self._of_tiled(seen))
+        with torch.autocast(q.device.type, enabled=False):
+            dq, dk, dv, *_ = tiled_backward((grouped[0], grouped[1]), saved, **self._of_tiled(seen))
         return dq.flatten(1, 2), dk[:, :, 0], dv[:, :, 0]
 
 

@@ -12,7 +12,6 @@ from flashattn.plan.plan import Pass, Workspace
 from flashattn.plan.rows import FP32, HEAD_DIMS
 from flashattn.plan.spec import Options, TensorSpec, dense_strides
 from flashattn.plan.splits import cdiv
-from flashattn.plan.support import HOPPER
 from flashattn.plan.tile import VECTOR, Tile, block_d
 from flashattn.problem import ALIGNMENT
 from flashattn.score import is_relative
@@ -150,5 +149,5 @@ def dbias_tile(head_dim: int, size: int, gpu: Gpu) -> Tile:
     d = block_d(head_dim)
     if size == FP32 and d > HEAD_DIMS[2]:
         return Tile(16, 16, 4, 1)
-    stages = 3 if gpu.capability >= HOPPER else 2
+    stages = 3 if gpu.capability[0] in (9, 10) else 2  # compute capability 12 is that of small GPUs
     return Tile(32, 32, 8, stages) if d == HEAD_DIMS[-1] else Tile(64, 64, 2 * size, stages)

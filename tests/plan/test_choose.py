@@ -110,6 +110,11 @@ def test_why(how, kernels, sentence):
         ({"gpu": "TPU"}, "gpu: wanted one of A100, H100, H200, B200, interpreter, got 'TPU'"),
         ({"impl": "sdpa"}, "impl: wanted one of auto, triton, hopper, got 'sdpa'"),
         ({"precision": "fp8"}, "precision: wanted one of auto"),
+        ({"documents": torch.tensor([0, 8]), "causal": "left"}, "causal: wanted False, True"),
+        (
+            {"documents": torch.tensor([0, 8]), "alibi_slopes": torch.ones(32)},
+            "alibi_slopes: not with documents",
+        ),
     ],
 )
 def test_what_cannot_be_explained_is_refused(how, words):
@@ -245,3 +250,12 @@ def test_decoding_splits_for_as_many_programs_as_share_an_sm(head_dim, on_an_sm)
         few = decoding(keys)
         tiles, of_split = (-(-n // few.tile.block_kv) for n in (keys, few.split.length))
         assert of_split >= 2 if tiles >= 4 else few.split.num == 1
+
+
+@pytest.mark.parametrize(("card", "stages"), [("A100", 2), ("H100", 3), ("B200", 3), ("small", 2)])
+def test_stages_of_the_gradient_of_a_bias(card, stages):
+    """Three stages need the shared memory of a large GPU; those of capability 12 are small."""
+    small = replace(CARDS["h200"], capability=(12, 0))
+    bias = torch.empty(1, 1, 2048, 2048, device="meta")
+    plan = explain(bias=bias, gpu=small if card == "small" else card)
+    assert plan.backward.dbias.tile.stages == stages

@@ -102,6 +102,7 @@ def launch(
     bottom_right: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the bounds, int32 [1, T, 2] and [1, S, 2]; arguments as ``bounds.of_documents``."""
+    left, right = (None if x is None else min(x, seq_q + seq_kv) for x in (left, right))  # int32
     with on_device(cu_q):
         keys, queries = (
             torch.empty((1, n, 2), dtype=torch.int32, device=cu_q.device) for n in (seq_q, seq_kv)

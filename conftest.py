@@ -73,6 +73,12 @@ def _named(option: str) -> list[str]:
         raise pytest.UsageError(f"--impl {option}: {error}") from error
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave benchmarks out unless they are named: their options must be known from the start."""
+    unnamed = not hasattr(config.option, "gate_against")
+    return True if unnamed and collection_path == config.rootpath / "benchmarks" else None
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say where implementations come from, and which installed ones cannot be loaded."""
     impls = [registry.get(name) for name in config.stash[IMPLS]]

@@ -79,6 +79,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if module and gated != config.pluginmanager.has_plugin("gate") else None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuse files that are named although they do not fit: pytest collects them anyway."""
+    gated = config.pluginmanager.has_plugin("gate")
+    if any(
+        gated != (item.path.name == "bench_gate.py") for item in items if item.path.parent == HERE
+    ):
+        raise pytest.UsageError(
+            "--gate-against, --gate-selftest: wanted bench_gate.py, which holds the gate's cases"
+            " (-k selects some), or all of benchmarks/"
+            if gated
+            else "bench_gate.py: wanted --gate-against=REVISION or --gate-selftest"
+        )
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Show times as progress."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")

@@ -113,7 +113,8 @@ def attention(
             the score of query t and key s. Has no gradient; does not work with ``documents``.
         bias: a tensor in q's dtype or fp32 that broadcasts to [B, H, T, S] ([B, T, S] for one
             head), added to the scores; differentiable. Broadcast dimensions are read with stride 0.
-            For a bias that depends on s - t alone, pass ``relative(vector)``. -inf hides a key.
+            For a bias that depends on s - t alone, pass ``relative(vector)``. -inf hides a key,
+            and so may finite values below -2e38.
         sink: [H], one extra logit per head that takes part in the softmax and has no value, as in
             gpt-oss; differentiable. For an implementation without sinks, it is applied to o and
             lse afterwards, so that implementation must return the logsumexp.

@@ -59,7 +59,10 @@ class RowMask(ABC):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the rows are computed from; if one changes, bounds are recomputed."""
+        """The tensors that the rows are computed from; if one changes, bounds are recomputed.
+
+        PyTorch must see the change: see ``resolve.kept``.
+        """
         return ()
 
     @property

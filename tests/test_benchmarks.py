@@ -16,6 +16,7 @@ import torch
 from flashattn import registry
 from flashattn.measure import timing
 from flashattn.measure.device import accelerator
+from flashattn.report import keep
 from flashattn.report.compare import EXIT_INSIDE_NOISE
 from flashattn.report.runs import load
 from flashattn.testing import plugin_file
@@ -236,7 +237,9 @@ def saved(pytester, name, accelerator=FOLDER, *, dirty=False):
     folder = pytester.path / ".benchmarks" / FOLDER
     folder.mkdir(parents=True)
     facts = {"machine_info": {"accelerator": accelerator}, "commit_info": {"dirty": dirty}}
-    (folder / f"{name}.json").write_text(json.dumps(facts | {"benchmarks": []}))
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(facts | {"benchmarks": []}))
+    return path
 
 
 @pytest.mark.parametrize(
@@ -249,6 +252,8 @@ def saved(pytester, name, accelerator=FOLDER, *, dirty=False):
             "no kept run has a clean commit, and others are no baseline",
         ),
         (["--benchmark-compare=0002"], f"wanted a run made on {FOLDER}, got nvidia-other"),
+        (["--benchmark-compare=a/b/c"], "no kept run is called a/b/c"),
+        (["--benchmark-compare=0003"], "0003_x.json: wanted a saved run, got *"),
         (["-n", "2"], "pytest benchmarks runs in one process*wanted no -n"),
         (["--part", "0/3"], "--part: wanted I/N"),
         (["--part", "4/3"], "--part: wanted I/N"),
@@ -256,14 +261,44 @@ def saved(pytester, name, accelerator=FOLDER, *, dirty=False):
     ],
 )
 def test_what_cannot_be_done_is_a_usage_error(bench, pytester, arguments, words):
-    """A missing, dirty or foreign baseline, several processes and a bad part are refused."""
+    """A baseline that is missing, dirty, foreign or damaged is refused; so is a bad option."""
     if "compare=0001" in arguments[0]:
         saved(pytester, "0001_x-dirty", dirty=True)
     if "compare=0002" in arguments[0]:
         saved(pytester, "0002_x", "nvidia-other")
+    if "compare=0003" in arguments[0]:
+        path = saved(pytester, "0003_x")
+        path.write_text(path.read_text()[:-5])
     result = bench({"good": good}, *ONE, *arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"*{words}*"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bench_flash.py", "--gate-selftest"], "wanted bench_gate.py, which holds the gate's"),
+        (["bench_gate.py"], "bench_gate.py: wanted --gate-against=REVISION or --gate-selftest"),
+    ],
+)
+def test_the_gate_is_for_its_own_cases(laid_out, pytester, arguments, words):
+    """The gate refuses other files that are named, and its own file is refused without it."""
+    laid_out("benchmarks/bench_flash.py", "benchmarks/bench_gate.py")
+    result = pytester.runpytest_inprocess(f"benchmarks/{arguments[0]}", *arguments[1:])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*{words}*"])
+
+
+def test_benchmarks_beside_tests(laid_out, pytester):
+    """A whole checkout is its tests; benchmarks that are named beside tests are collected."""
+    laid_out("benchmarks/bench_flash.py")
+    test = 'import pytest\n@pytest.mark.parametrize("case", [1])\ndef test_one(case):\n    pass\n'
+    (pytester.mkdir("tests") / "test_case.py").write_text(test)
+    whole = pytester.runpytest_inprocess(".", "--collect-only", "-q", "-n0")
+    assert [line for line in whole.outlines if "::" in line] == ["tests/test_case.py::test_one[1]"]
+    both = pytester.runpytest_inprocess("tests", "benchmarks", "--collect-only", "-q")
+    assert both.ret == 0
+    both.stdout.fnmatch_lines(["tests/test_case.py::test_one*", "benchmarks/bench_flash.py::*"])
 
 
 def test_compare_with_what_was_kept(bench, pytester):
@@ -289,6 +324,23 @@ def test_compare_with_what_was_kept(bench, pytester):
     three = dict.fromkeys(("good", "old", "fresh"), good)
     third = bench(three, "-k", "q64 and full and old", "--benchmark-compare")
     third.stdout.no_fnmatch_line("*| *gone |*")
+
+
+def test_compare_with_runs_that_were_kept_for_a_commit(bench, pytester):
+    """Runs without samples are a baseline; limits are for the statistics that they have.
+
+    What --impl does not choose is not gone.
+    """
+    bench({"good": good, "old": good}, *ONE).assert_outcomes(passed=6)
+    (path,) = kept(pytester)
+    path.with_suffix(".jsonl").write_text(keep._lines(load(path)))
+    path.unlink()
+    same = bench({"good": good, "old": good}, *ONE, "--impl", "good", "--benchmark-compare")
+    same.assert_outcomes(passed=3)
+    same.stdout.fnmatch_lines(["3 same.*geometric mean of 3. The code is the same*"])
+    limit = bench({"good": good}, *ONE, "--benchmark-compare", "--benchmark-compare-fail=min:5%")
+    assert limit.ret == pytest.ExitCode.USAGE_ERROR
+    limit.stderr.fnmatch_lines(["*wanted a limit on mean or median, got min: runs that*"])
 
 
 @pytest.mark.alone
@@ -443,12 +495,16 @@ def test_own_kernels_stand_beside_the_peers(bench, laid_out, pytester):
     assert both == {(file, name) for file in files for name in ("quick", "good")}
 
 
-def test_other_code_is_not_resumed(bench, pytester):
-    """--resume refuses an unfinished run of other sources with a usage error."""
-    bench({"good": good, "wrong": wrong}, *ONE).assert_outcomes(passed=3, failed=3)
-    with (pytester.path / "benchmarks" / "bench_flash.py").open("a") as file:
+@pytest.mark.parametrize("changed", ["benchmarks/bench_flash.py", "helper.py"])
+def test_other_code_is_not_resumed(bench, pytester, changed):
+    """--resume refuses an unfinished run of other sources, also of files beside an own kernel."""
+    pytester.makepyfile(mine="import helper\n" + MINE, helper="")
+    own = "--impl", "mine.py:quick"
+    impls = {"naive": naive, "wrong": wrong}
+    bench(impls, *ONE, *own, "--impl", "wrong").assert_outcomes(passed=3, failed=3)
+    with (pytester.path / changed).open("a") as file:
         file.write("# changed\n")
-    result = bench({"good": good}, *ONE, "--resume")
+    result = bench(impls, *ONE, *own, "--impl", "wrong", "--resume")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--resume: unfinished-*.jsonl has another sources*"])
 

@@ -33,6 +33,27 @@ def run(folder, status=0, **settings):
     return done.returncode, done.stdout
 
 
+def test_a_record_is_of_one_commit(tmp_path):
+    """A record of another commit is not continued: that would time the older code."""
+    (tmp_path / "python").write_text("#!/bin/sh\necho 1\n")  # GPUs
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "commit").write_text("another")
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SCRATCH": str(tmp_path),
+        "LIMIT": "0",
+    }
+    done = subprocess.run(
+        ["bash", SCRIPTS / "record"],  # noqa: S607
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "has a record of another; wanted another SCRATCH" in done.stderr
+
+
 def commit(folder):
     """Make an empty commit."""
     who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")

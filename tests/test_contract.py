@@ -215,7 +215,9 @@ def test_a_process_of_its_own_prints_lines(capsys):
     assert main(["cpu", "reference", "causal", "T != S"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [{"clause": c, "verdict": "keeps", "said": None} for c in ("causal", "T != S")]
-    assert main(["cpu", "nobody"]) == 2
+    for arguments in (["cpu", "nobody"], ["nowhere", "reference"], []):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
     assert "impl: wanted one of" in capsys.readouterr().err
 
 

@@ -300,9 +300,7 @@ def export(root: Path, revision: str, folder: Path) -> None:
         ValueError: there is no such revision, or it has no ``flashattn``.
     """
     archive = ("git", "-C", str(root), "archive", "--format=tar", resolve(root, revision))
-    done = subprocess.run([*archive, "flashattn"], capture_output=True, check=False)  # noqa: S603
-    if done.returncode:
-        raise ValueError(f"wanted a revision that has flashattn, got {revision!r}")
+    done = subprocess.run([*archive, "flashattn"], capture_output=True, check=True)  # noqa: S603
     folder.mkdir()
     subprocess.run(["tar", "-x", "-C", str(folder)], input=done.stdout, check=True)  # noqa: S603, S607
 
@@ -311,17 +309,22 @@ def resolve(root: Path, revision: str) -> str:
     """Return the commit hash of a revision.
 
     Raises:
-        ValueError: there is no such revision, or no git.
+        ValueError: there is no such revision, it has no ``flashattn``, or there is no git.
     """
-    name = f"{revision}^{{commit}}"
-    ask = ("git", "-C", str(root), "rev-parse", "--verify", "--quiet", name)
-    try:
-        done = subprocess.run(ask, capture_output=True, text=True, check=False)  # noqa: S603
-    except OSError as error:
-        raise ValueError(f"git cannot be run: {error}") from None
-    if done.returncode:
-        raise ValueError(f"wanted a revision of this repository, got {revision!r}")
-    return done.stdout.strip()
+    found = []
+    for name, wanted in (
+        (f"{revision}^{{commit}}", "of this repository"),
+        (f"{revision}:flashattn", "that has flashattn"),
+    ):
+        ask = ("git", "-C", str(root), "rev-parse", "--verify", "--quiet", name)
+        try:
+            done = subprocess.run(ask, capture_output=True, text=True, check=False)  # noqa: S603
+        except OSError as error:
+            raise ValueError(f"git cannot be run: {error}") from None
+        if done.returncode:
+            raise ValueError(f"wanted a revision {wanted}, got {revision!r}")
+        found.append(done.stdout.strip())
+    return found[0]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from flashattn.report.origin import VERSIONS, circumstances
 from flashattn.report.rows import steady
-from flashattn.report.runs import Row, Run
+from flashattn.report.runs import STATS, Row, Run
 from flashattn.report.study import Table
 from flashattn.report.table import markdown
 from flashattn.report.units import digits, ms, percent, times
@@ -291,7 +291,8 @@ def _line(change: Change) -> list[str]:
 def hold(a: Run, b: Run, limits: Iterable[Limit]) -> tuple[dict[tuple[str, str], str], list[str]]:
     """Check our cases in ``b`` against the limits of --benchmark-compare-fail relative to ``a``.
 
-    Rows need ``stats``, the statistics of pytest-benchmark.
+    Limits on other statistics than mean and median need rows with ``stats``, those of
+    pytest-benchmark.
 
     Returns:
         A sentence for each case that exceeds both a limit and the noise, and a sentence for each
@@ -330,9 +331,10 @@ def hold(a: Run, b: Run, limits: Iterable[Limit]) -> tuple[dict[tuple[str, str],
 def _on(run: Run, field: str) -> Run:
     """Return the run with ``seconds`` replaced by another statistic."""
     spread = () if field in ("min", "mean", "median") else ("q1", "q3")
+    known = {name: fact for fact, name in STATS.items()}  # of a kept row
     rows = [
         {name: fact for name, fact in row.items() if name not in spread}
-        | {"seconds": row["stats"][field] if "stats" in row else row.get("seconds")}
+        | {"seconds": row["stats"][field] if "stats" in row else row.get(known.get(field, ""))}
         for row in run.rows
     ]
     return replace(run, rows=rows)

@@ -33,7 +33,7 @@ CUDNN, FA2, FA4, FLEX, SDPA = "sdpa_cudnn", "sdpa_flash", "flash_attn_4", "flex"
 EFFICIENT = "sdpa_efficient"
 PEERS = {"cuDNN": CUDNN, "FA-4": FA4, "FlexAttention": FLEX, "FA-2": FA2}
 TOKENS = {"protocol": "tokens", "dtype": "bfloat16"}
-SIZES = "bf16, 16 384 tokens, hidden size 2048"  # of the rows in TOKENS
+SIZES = "bf16, 16 384 tokens, hidden size 2048 (1920 at D = 192)"  # of the rows in TOKENS
 SPEED = (
     "TFLOP/s: operations of the pairs that the mask leaves, over the median device time with a"
     " cold L2 cache. Ratio: time of the fastest peer in the table over ours."
@@ -104,7 +104,7 @@ EXCERPTS: dict[str, Excerpt] = {
         cells={
             "least speed over the fastest peer's (problem)": partial(worst, tuple(PEERS.values()))
         },
-        note="Where ours is the slower: bf16, against cuDNN, FlashAttention and FlexAttention.",
+        note=f"Where ours is the slower: {SIZES}, against cuDNN, FlashAttention and FlexAttention.",
     ),
     "ratios": _ratios("cuDNN", CUDNN),
     "ratios-fa4": _ratios("FlashAttention-4", FA4),
@@ -119,8 +119,7 @@ EXCERPTS: dict[str, Excerpt] = {
                 lambda row: of_roof(share(row["run"], row, row["dtype"]))
             ),
         },
-        note="Forward, no mask, bf16, N = 4096, 16 384 tokens, hidden size 2048; bytes: of q, k, v"
-        " and o, once.",
+        note=f"Forward, no mask, N = 4096, {SIZES}; bytes: of q, k, v, o and the logsumexp, once.",
     ),
     "fp32": Excerpt(
         study="flash",
@@ -282,7 +281,8 @@ EXCERPTS: dict[str, Excerpt] = {
                 for who, impl in (("naive", NAIVE), ("ours", KERNELS))
             },
         },
-        note="Causal, bf16, batch 8, one head, D = 64; held: kept for the backward pass.",
+        note="Causal, bf16, batch 8, one head, D = 64; held: kept for the backward pass, besides q,"
+        " k and v.",
     ),
     "compiling": Excerpt(
         study="compile",

@@ -143,7 +143,7 @@ def load(path: Path) -> Run:
             run = Run.of(header, rows)
         else:
             run = Run.saved(json.loads(text))
-    except (ValueError, KeyError, TypeError) as error:
+    except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: wanted a saved run, got {error!r}") from error
     missing = sorted({fact for row in run.rows for fact in CASE if fact not in row})
     if missing:

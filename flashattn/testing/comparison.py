@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
 
 from flashattn.report.compare import EXIT_INSIDE_NOISE, Limit, hold, report
-from flashattn.report.runs import Run, merge, with_stats
+from flashattn.report.runs import Run, load, merge, with_stats
 from flashattn.testing.kept import HEADER, JOURNAL, TOLD
 from flashattn.testing.sweep import COLLECTED, study_and_name, sweep_name
 
@@ -45,25 +46,42 @@ def _baseline(config: pytest.Config) -> Run | None:
     """
     compare = config.stash[COMPARE]
     named = isinstance(compare, str) and compare
-    storage = config._benchmarksession.storage  # type: ignore[attr-defined] # noqa: SLF001
-    found = [saved for _, saved in storage.load(*[compare] if named else [])] if compare else []
-    clean = [saved for saved in found if not saved.get("commit_info", {}).get("dirty")]
+    ours = config.stash[HEADER]["machine_info"]["accelerator"]
+    try:
+        found = [load(path) for path in _kept(config, named or "")] if compare else []
+    except ValueError as error:
+        raise pytest.UsageError(f"--benchmark-compare: {error}") from error
+    clean = [run for run in found if not run.commit.get("dirty")]
     if named and not clean:
         why = "has a clean commit, and others are no baseline" if found else f"is called {compare}"
         raise pytest.UsageError(f"--benchmark-compare: no kept run {why}")
     if config.stash[LIMITS] and not clean:
         raise pytest.UsageError("--benchmark-compare-fail: wanted --benchmark-compare and a run")
-    ours = config.stash[HEADER]["machine_info"]["accelerator"]
-    for saved in clean:
-        theirs = saved["machine_info"].get("accelerator", "a machine it does not name")
-        if theirs != ours:
+    for run in clean:
+        if run.accelerator != ours:
             raise pytest.UsageError(
-                f"--benchmark-compare: wanted a run made on {ours}, got {theirs}"
+                f"--benchmark-compare: wanted a run made on {ours}, got {run.accelerator}"
             )
     if compare and not clean:
         why = "every kept run has uncommitted changes" if found else "no run was kept before"
         config.stash[TOLD].append(f"Compared with nothing: {why} on {ours}")
-    return merge(map(Run.saved, clean)) if clean else None
+    bare = any("stats" not in row for run in clean for row in run.rows if row["status"] == "ok")
+    fields = {limit.field for limit in config.stash[LIMITS]} - {"mean", "median"}
+    if bare and fields:
+        raise pytest.UsageError(
+            f"--benchmark-compare-fail: wanted a limit on mean or median, got {', '.join(fields)}:"
+            " runs that flashattn.report keep has written have no other statistics"
+        )
+    return merge(clean) if clean else None
+
+
+def _kept(config: pytest.Config, name: str) -> list[Path]:
+    """Return a file, or the runs in the folder of this machine whose names begin with ``name``."""
+    if name and Path(name).is_file():
+        return [Path(name)]
+    folder = config._benchmarksession.storage.path  # type: ignore[attr-defined] # noqa: SLF001
+    runs = [path for suffix in (".json", ".jsonl") for path in folder.glob(f"[0-9]*_*{suffix}")]
+    return sorted(path for path in runs if path.name.startswith(name))
 
 
 def _compared(config: pytest.Config, before: Run) -> tuple[Run, Run]:
@@ -80,7 +98,8 @@ def _compared(config: pytest.Config, before: Run) -> tuple[Run, Run]:
         for row in config.stash[JOURNAL].rows
     ]
     measured, collected = {row["fullname"] for row in rows}, config.stash[COLLECTED]
-    whole = {name.partition("::")[0] for name in collected if "::" not in "".join(config.args)}
+    chosen = "::" in "".join(config.args) or config.option.impl or config.getoption("lf", None)
+    whole = set() if chosen else {name.partition("::")[0] for name in collected}
 
     def gone(row: dict[str, Any]) -> bool:
         ours = row.get("sweep") == sweep_name(config) and row["fullname"] not in collected

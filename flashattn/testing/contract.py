@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -312,15 +313,18 @@ def _told(text: str) -> Iterator[tuple[str, Outcome]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the verdicts; return 0, or 1 after a crash, or 2 for an unknown name."""
-    device, name, *clauses = arguments  # without clauses, all are tried
+    """Print the verdicts; return 0, or 1 after a crash; wrong arguments exit with 2."""
+    parser = ArgumentParser(prog="python -m flashattn.testing.contract", description=__doc__)
+    parser.add_argument("device", help="cpu or cuda")
+    parser.add_argument("impl", help="a name in flashattn.names()")
+    parser.add_argument("clauses", nargs="*", help="(default: all)")
+    options = parser.parse_args(arguments)
     try:
-        impl = get(name)
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    for clause in clauses or CLAUSES:
-        said = try_clause(impl, torch.device(device), clause)
+        impl, device = get(options.impl), torch.empty(0, device=options.device).device
+    except (AssertionError, RuntimeError, ValueError) as error:  # no such name, or no such device
+        parser.error(str(error))
+    for clause in options.clauses or CLAUSES:
+        said = try_clause(impl, device, clause)
         sys.stdout.write(json.dumps({"clause": clause} | said) + "\n")
         sys.stdout.flush()
         if said["verdict"] == CRASHES:

@@ -17,6 +17,7 @@ from pytest_benchmark.utils import get_commit_info
 
 from flashattn.measure.device import accelerator, machine_info
 from flashattn.report.runs import Journal
+from flashattn.testing.plugin_file import loaded_by
 from flashattn.testing.sweep import DEVICE, part_suffix
 
 JOURNAL = pytest.StashKey[Journal]()
@@ -121,9 +122,9 @@ def _sources(config: pytest.Config) -> str:
         for path in sorted((config.rootpath / folder).rglob("*.py")):
             digest.update(path.relative_to(config.rootpath).as_posix().encode())
             digest.update(path.read_bytes())
-    for name in config.option.impl or ():
-        path = config.invocation_params.dir / f"{name.partition('.py')[0]}.py"
-        digest.update(path.read_bytes() if path.is_file() else name.encode())
+    for option in config.option.impl or ():
+        for path in loaded_by(option):
+            digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

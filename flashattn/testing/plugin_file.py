@@ -27,6 +27,7 @@ from types import ModuleType
 from flashattn import registry
 
 DEFAULT = "attention"  # the function of a file that registers nothing
+FILE = re.compile(r"(.+\.py)(?::(\w+))?")
 
 
 def choose(option: str) -> list[str]:
@@ -40,7 +41,7 @@ def choose(option: str) -> list[str]:
         ValueError: the name is unknown; or the file does not exist, cannot be loaded, has no such
             implementation, or registers a name that is taken.
     """
-    found = re.fullmatch(r"(.+\.py)(?::(\w+))?", option)
+    found = FILE.fullmatch(option)
     if found is None:
         return [registry.get(option).name]
     file, wanted = found.groups()
@@ -61,6 +62,12 @@ def choose(option: str) -> list[str]:
             )
         registry.register(name)(getattr(module, function))
     return [name]
+
+
+def loaded_by(option: str) -> list[Path]:
+    """Return the files that an --impl may load: its file and those beside it; none for a name."""
+    found = FILE.fullmatch(option)
+    return sorted(Path(found[1]).resolve().parent.glob("*.py")) if found else []
 
 
 def asked(impl: registry.Impl) -> str:

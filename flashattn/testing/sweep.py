@@ -97,7 +97,7 @@ def study_and_name(item: pytest.Item) -> tuple[str, str]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each benchmark on every case of its module's sweep."""
     name = next((name for name in ("case", "problem") if name in metafunc.fixturenames), None)
-    if name is None:
+    if name is None or not metafunc.module.__name__.rpartition(".")[2].startswith("bench_"):
         return
     swept = metafunc.module.SWEEPS[sweep_name(metafunc.config)]
     if isinstance(swept, dict):  # by benchmark

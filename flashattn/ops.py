@@ -258,9 +258,8 @@ class BoundCall:
         since the forward, so plans are cached by all of these.
         """
         (grad_o, grad_lse), (q, k, v, o, lse) = grads, saved
-        direct = not torch.is_grad_enabled() and dispatch_is_trivial(
-            grad_o, grad_lse, *saved, *extras
-        )
+        tensors = grad_o, grad_lse, *saved, *extras
+        direct = not torch.is_grad_enabled() and dispatch_is_trivial(*tensors)
         key = _layouts(grads, saved) if direct else None
         if key is None:
             given = Extras(*extras)

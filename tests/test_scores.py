@@ -338,11 +338,12 @@ def test_bias_lies_anyhow(lay, dtype, device):
     assert gradients[0].dtype == dtype
 
 
-def test_a_bias_that_is_a_negated_view(device):
+@pytest.mark.parametrize("name", ["triton", "tiled"])
+def test_a_bias_that_is_a_negated_view(name, device):
     """A bias that PyTorch negates lazily, as ``imag`` of a conjugate, is negated for the kernel."""
     bias = torch.randn(20, 26, dtype=torch.complex64, device=device).conj().imag
     given = tensors(device)
-    o, same = (attention(*given, bias=x, impl="triton") for x in (bias, bias.clone()))
+    o, same = (attention(*given, bias=x, impl=name) for x in (bias, bias.clone()))
     assert bias.is_neg()
     assert torch.equal(o, same)
 

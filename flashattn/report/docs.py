@@ -16,6 +16,7 @@ from flashattn.report.table import markdown
 
 TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 VERSIONS = ("torch", "triton")
+UNTIMED = ("memory", "profile")  # studies whose tables have bytes, and shares of the device's time
 
 
 def pages(root: Path) -> list[Path]:
@@ -39,10 +40,21 @@ def render(text: str, run: Run) -> str:
         made = f"*No kept run has this table yet; `{command}` measures it.*"
         if table.lines:
             notes = "".join(note.replace("*", r"\*") + ".\n\n" for note in table.notes)
-            made = f"{markdown(table)}\n\n{notes}*{table.caption} {_origin(run, table.rows)}.*"
+            timed = EXCERPTS[name].study not in UNTIMED
+            late = " Samples began before the host had queued all." * (
+                timed and _all_late(table.rows)
+            )
+            made = (
+                f"{markdown(table)}\n\n{notes}*{table.caption}{late} {_origin(run, table.rows)}.*"
+            )
         return f"{begin}\n{made} {end}"
 
     return TABLE.sub(filled, text)
+
+
+def _all_late(rows: list[dict[str, object]]) -> bool:
+    """Return whether every sample of every row was late, so that the host's gaps count."""
+    return bool(rows) and all(row.get("late") and row["late"] == row["rounds"] for row in rows)
 
 
 def _origin(run: Run, rows: Iterable[dict[str, object]]) -> str:

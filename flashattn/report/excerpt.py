@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import Any
 
-from flashattn.report.rows import KERNELS, gain, groups, ok, quickest, speed
+from flashattn.report.rows import KERNELS, gain, groups, ok, quickest, speed, steady
 from flashattn.report.runs import Row, Run
 from flashattn.report.studies import accuracy
 from flashattn.report.study import Cells, Table, shared
@@ -65,12 +65,18 @@ def fastest(say: Callable[[Row], str], **where: Any) -> Cells:
 
 def number(unit: Unit, fact: str = "seconds", **where: Any) -> Cells:
     """Return a cell with one fact of the fastest row that has these facts."""
-    return fastest(lambda row: unit(row.get(fact)), **where)
+    return fastest(
+        lambda row: unit(row.get(fact)) + (_unsteady(row) if fact == "seconds" else ""), **where
+    )
 
 
 def rate(**where: Any) -> Cells:
     """Return a cell with the TFLOP/s of the fastest row that has these facts."""
-    return fastest(lambda row: tera(speed(row)), **where)
+    return fastest(lambda row: tera(speed(row)) + _unsteady(row), **where)
+
+
+def _unsteady(row: Row) -> str:
+    return "" if steady(row) else " ~"
 
 
 def ratio(slow: Mapping[str, Any], fast: Mapping[str, Any]) -> Cells:

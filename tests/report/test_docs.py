@@ -105,3 +105,16 @@ def test_a_share_above_100_percent_says_why(run):
         measured = replace(run.rows[0]["run"], roofs={"bfloat16": roof})
         made = render(page, replace(run, rows=[fast | {"run": measured}]))
         assert ("%\\*" in made) == ("more than the roof" in made) == said, made
+
+
+def test_late_and_unsteady_times_are_marked(run):
+    """A table says if all of its samples were late; a time with far quartiles has a mark."""
+    row = {"study": "lm", "step": "train", "precision": "bf16", "checkpoint": True, "name": "late"}
+    row |= {"size": "large", "context": 8192, "packed": False, "impl": "hopper", "status": "ok"}
+    row |= {"seconds": 1.0, "rounds": 5, "late": 5, "q1": 0.9, "q3": 1.1, "flops": 1e12}
+    page = "<!-- table: long -->\n<!-- end -->\n"
+    for change, late, unsteady in (({}, True, False), ({"late": 4, "q3": 2.0}, False, True)):
+        rows = [row | change | {"run": run.rows[0]["run"]}]
+        made = render(page, replace(run, rows=rows))
+        assert ("began before the host had queued" in made) == late, made
+        assert ("1000 ~" in made) == ("quartiles are further apart" in made) == unsteady, made

@@ -79,9 +79,10 @@ def findings(run: Run) -> list[str]:
                 )
     for own in groups(_steps(run), *STEP).values():
         each = [f"{found} that of {x}" for x in PEERS if (found := _speed(x, own))]
-        if each:
-            where = label(own[0], *STEP)
-            said.append(f"{where}: the speed of a step with fattn is {', '.join(each)}.")
+        ours = _fastest(own, FATTN, LENGTHS)
+        if each and ours:
+            where, name = label(own[0], *STEP), ours["attention"]
+            said.append(f"{where}: the speed of a step with {name} is {', '.join(each)}.")
     return said
 
 

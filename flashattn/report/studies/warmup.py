@@ -40,7 +40,7 @@ def findings(run: Run) -> list[str]:
         if cold is warm or not cold.get("first"):
             continue
         left = [
-            f"{percent(abs(row['mean'] / warm['seconds'] - 1))} ({row['warm_steps']} warm-up steps)"
+            f"{_signed(row['mean'] / warm['seconds'] - 1)} ({row['warm_steps']} warm-up steps)"
             for row in known(steps, "mean")
         ]
         off = f" The mean differs from that median by {', '.join(left)}." if left else ""
@@ -49,6 +49,10 @@ def findings(run: Run) -> list[str]:
             f"{times(cold['first'] / warm['seconds'])} the median after {warm['warm_steps']}.{off}"
         )
     return said
+
+
+def _signed(share: float) -> str:
+    return f"{'+' * (share > 0)}{percent(share)}"
 
 
 def pictures(run: Run) -> dict[str, plot.Picture]:

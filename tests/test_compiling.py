@@ -1,5 +1,7 @@
 """``compilation`` counts what torch compiles, here with backends that take no time."""
 
+import os
+
 import pytest
 import torch
 
@@ -66,3 +68,11 @@ def test_more_versions_than_torch_remembers():
     done = compilation(lambda: [compiled(torch.ones(size)) for size in (4, 5, 6, 7)])
     assert done.recompiles == 3
     assert utils._compilation_metrics.maxlen == utils.DEFAULT_COMPILATION_METRICS_LIMIT
+
+
+def test_disk_caches_are_empty():
+    """Each compilation has cache folders of its own, so that earlier cases do not speed it up."""
+    folders = []
+    for _ in range(2):
+        compilation(lambda: folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    assert len({*folders, os.environ.get("TORCHINDUCTOR_CACHE_DIR")}) == 3

@@ -23,16 +23,19 @@ def compilation(call: Callable[[], object]) -> Compilation:
     """Count what ``call`` compiles, starting with nothing compiled.
 
     This first drops everything compiled in this process, so a version for another shape is
-    neither reused nor counted as a recompile. Disk caches stay, and make compilation faster.
+    neither reused nor counted as a recompile. Disk caches are empty, or what an earlier case has
+    compiled would cost nothing here.
     """
     from torch._dynamo import utils  # noqa: PLC0415 - seconds to import
+    from torch._inductor.utils import fresh_cache  # noqa: PLC0415
 
     torch.compiler.reset()
     utils.counters.clear()
     utils.clear_compilation_metrics()
     utils.set_compilation_metrics_limit(sys.maxsize)  # the default keeps 64
     try:
-        call()
+        with fresh_cache():
+            call()
         compiled = {each.compile_id or "" for each in utils.get_compilation_metrics()}
     finally:
         utils.set_compilation_metrics_limit(utils.DEFAULT_COMPILATION_METRICS_LIMIT)

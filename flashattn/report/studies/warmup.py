@@ -52,6 +52,7 @@ def findings(run: Run) -> list[str]:
 
 
 def _signed(share: float) -> str:
+    share = round(share, 3) + 0.0  # not -0.0
     return f"{'+' * (share > 0)}{percent(share)}"
 
 

@@ -33,12 +33,14 @@ class Sizes:
         seq_q: T.
         seq_kv: S.
         device: the device of q.
+        offset: position of query 0 among the keys: S - T with ``causal="bottom_right"``, else 0.
     """
 
     batch: int
     seq_q: int
     seq_kv: int
     device: torch.device
+    offset: int = 0
 
     @property
     def queries(self) -> torch.Tensor:
@@ -164,12 +166,14 @@ class _Chunked(RowMask):
     length: int
 
     def rows(self, sizes: Sizes) -> Rows:
-        low = sizes.queries // self.length * self.length
+        low = (sizes.queries + sizes.offset) // self.length * self.length
         return low, low + self.length
 
 
 def chunked(length: int) -> RowMask:
     """Let a query see the keys of its own chunk of ``length`` positions (Llama 4).
+
+    The position of query t is t, or t + S - T with ``causal="bottom_right"``; with documents, t.
 
     Raises:
         ValueError: ``length`` is not a positive int.

@@ -99,7 +99,9 @@ def bounds_of(
     if isinstance(given, RowMask) and given.looks_ahead and mask.causal:
         msg = "mask: it lets queries see keys after them, which causal hides: leave causal out"
         raise ValueError(msg)
-    sizes = Sizes(q.shape[0], q.shape[-2], k.shape[-2], q.device)
+    shifted = mask.corner == "bottom_right" and documents is None
+    offset = k.shape[-2] - q.shape[-2] if shifted else 0
+    sizes = Sizes(q.shape[0], q.shape[-2], k.shape[-2], q.device, offset)
     cu = None if documents is None else check_documents(documents, q, k)
     if isinstance(given, OfBounds) and cu is None and mask == Mask():
         return given.checked(sizes)

@@ -105,6 +105,8 @@ class Trainer:
             with self.phase("forward"):
                 logits = self._call(self.tokens, self.positions)
             with self.phase("loss"):
+                if not self.targets.numel():  # a rank may have no tokens; FSDP wants its graph
+                    return logits.float().sum()
                 loss = cross_entropy(logits, self.targets)
                 return loss if self._weight == 1 else loss * self._weight
 

@@ -49,7 +49,8 @@ ALLOWED = {
         "score",
     },
     "api": CALL | {"arguments", "impls", "masks", "plan"},
-    "parallel": CALL | {"api", "gpus", "kernels", "masks", "ops", "parallel", "plan", "tiled"},
+    "parallel": CALL
+    | {"api", "arguments", "gpus", "kernels", "masks", "ops", "parallel", "plan", "tiled"},
     "integrations": MEANING | {"api", "checks", "gpus", "integrations", "masks", "ops", "plan"},
     "lm": set(),
     "costs": {"checks", "lm", "mask"},

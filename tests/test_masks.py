@@ -535,6 +535,16 @@ def test_bounds_made_for_inference_serve_training(hidden, device):
     assert torch.equal(o, inferred)
 
 
+def test_chunks_count_positions_of_the_corner():
+    """With a bottom-right mask the last queries see what they see beside all queries."""
+    q, k, v = make_inputs(Problem(batch=2, heads=2, seq_q=12, head_dim=16), device="cpu")
+    whole = attention(q, k, v, causal=True, mask=masks.chunked(5))
+    for rows in (1, 4, 7):
+        last = q[:, :, -rows:], k, v
+        o = attention(*last, causal="bottom_right", mask=masks.chunked(5))
+        torch.testing.assert_close(o, whole[:, :, -rows:])
+
+
 @pytest.mark.parametrize(("batch", "seq_q"), [(0, 8), (2, 0)])
 def test_masks_of_nothing(batch, seq_q):
     """Masks that are evaluated take no batches and no queries."""

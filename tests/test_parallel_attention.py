@@ -167,26 +167,28 @@ def check_refusals(mesh, both):
         "q: wanted a number of heads that 4": {"exchange": "heads"},
         "window: wanted": {"window": (-1, 0)},
         "sink: wanted shape": {"sink": torch.zeros(2)},
+        "k: wanted q's dtype": {"q": q.bfloat16()},
     }
     for sentence, how in refused.items():
         with pytest.raises((ValueError, NotImplementedError), match=f"^{sentence}"):
-            shared(q, q, q, **{"mesh": mesh, **how})
+            shared(how.pop("q", q), q, q, **{"mesh": mesh, **how})
 
 
 def check_tensor_parallel(both):
     """Check rows sharded along one mesh dimension and heads along the other, as DTensors."""
     problem = Problem(**SIZES | {"seq_q": 37})
     inputs, (grad, _) = make_inputs(problem), make_grads(problem)
-    whole = [x.clone().requires_grad_() for x in inputs]
-    wanted = attention(*whole, causal=True, impl="tiled")
+    whole = [x.clone().requires_grad_() for x in (*inputs, torch.randn(problem.heads))]
+    wanted = attention(*whole[:3], sink=whole[3], causal=True, impl="tiled")
     wanted = [wanted, *torch.autograd.grad(wanted, whole, grad)]
 
     def placed(x, *placements):
         return distribute_tensor(x, both, placements, src_data_rank=None)
 
     leaves = [placed(x, Shard(2), Shard(1)).requires_grad_() for x in inputs]
+    leaves.append(placed(whole[3].detach(), Replicate(), Shard(0)).requires_grad_())
     how = {"mesh": both["rows"], "placement": "contiguous", "causal": True, "impl": "tiled"}
-    got = shared(*leaves, **how)
+    got = shared(*leaves[:3], sink=leaves[3], **how)
     assert got.placements == (Shard(2), Shard(1))
     got = [got, *torch.autograd.grad(got, leaves, placed(grad, Shard(2), Shard(1)))]
     for a, b in zip(got, wanted, strict=True):
@@ -247,6 +249,8 @@ def check_training(mesh):
             torch.testing.assert_close(part / WORLD, loss)
         for a, b in zip(many.model.parameters(), one.model.parameters(), strict=True):
             torch.testing.assert_close(a.full_tensor(), b, rtol=1e-3, atol=1e-5)
+    both = partial(shared, mesh=mesh, causal=True, length=1, impl="tiled")
+    assert Trainer(config, attention=both, context=1, mesh=mesh, **facts).train().isfinite()
 
 
 def check_death(mesh):

@@ -302,6 +302,22 @@ def test_compiled(device, active, name):
     assert len(active) == 6
 
 
+def test_a_backward_after_the_block():
+    """A backward by PyTorch takes what our forward on a CPU has saved, dead rows included."""
+    inputs = leaves(*make_inputs(PROBLEM, device="cpu"))
+    grad, _ = make_grads(PROBLEM, device="cpu")
+    seen = torch.ones(24, 24, dtype=torch.bool).tril()
+    seen[3] = False
+
+    def outcome(*, enabled):
+        with sdpa.enabled("cpu") if enabled else nullcontext():
+            o = sdpa_of_torch(*inputs, attn_mask=seen, enable_gqa=True)
+        return o, *torch.autograd.grad(o, inputs, grad)
+
+    for one, other in zip(outcome(enabled=True), outcome(enabled=False), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_autocast(device, active):
     """Autocast casts the inputs before our kernels are called."""
     inputs = leaves(*make_inputs(PROBLEM, device=device))

@@ -301,7 +301,8 @@ def _scaled_dot_product_flash_attention_for_cpu(
     leave(dropout_p, _other_width(query, value))
     mask = CAUSAL if is_causal else FULL
     o, lse = attend(query, key, value, mask, scale, _with_heads(attn_mask))
-    return o, _rows_outside(lse)
+    # PyTorch's backward, which may follow, wants 0 for a row that sees no key.
+    return o, _rows_outside(lse.masked_fill(lse == -torch.inf, 0))
 
 
 def _with_heads(attn_mask: Tensor | None) -> Tensor | None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import pad
 
 from flashattn import api, registry
+from flashattn.arguments import autocast_dtype, cast
 from flashattn.checks import check_among, check_scale
 from flashattn.gpus import why_not
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
@@ -111,9 +111,10 @@ def attention(
     where = Where.of(q, k, mesh, placement, length)
     if where.placement.world == 1:
         return api.attention(q, k, v, sink=sink, return_lse=return_lse, **asked)
-    dtype, plainly = _autocast(q)
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    with plainly:
+    dtype = autocast_dtype(q)
+    if dtype is not None:
+        q, k, v = cast(dtype, q, k, v)
+    with torch.autocast(q.device.type, enabled=False):
         if exchange == "heads":
             o, lse = _by_heads(q, k, v, where, sink, asked)
         else:
@@ -163,14 +164,6 @@ class Where(NamedTuple):
 def _each(change: Callable[[torch.Tensor], torch.Tensor], result: Output) -> Output:
     """Apply a function to o, or to o and lse."""
     return (change(result[0]), change(result[1])) if isinstance(result, tuple) else change(result)
-
-
-def _autocast(q: torch.Tensor) -> tuple[torch.dtype, AbstractContextManager[Any]]:
-    """Return the dtype that autocast asks for, and a context that disables autocast."""
-    kind = q.device.type
-    if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
-        return q.dtype, nullcontext()
-    return torch.get_autocast_dtype(kind), torch.autocast(kind, enabled=False)
 
 
 def _by_keys(
@@ -281,7 +274,13 @@ def _of_dtensors(
             raise ValueError(
                 f"q, k, v: wanted batches or heads sharded evenly, or rows along mesh, got {kind}"
             )
-    sink = sink.to_local() if isinstance(sink, DTensor) else sink
+    if isinstance(sink, DTensor):
+        if sink.device_mesh != q.device_mesh:
+            raise ValueError(f"sink: wanted q's mesh, {q.device_mesh}, got {sink.device_mesh}")
+        kinds = zip(sink.placements, q.placements, strict=True)
+        # A rank's gradient is that of its own batches and rows.
+        parts = [Partial() if by in (Shard(0), Shard(2)) else kind for kind, by in kinds]
+        sink = sink.to_local(grad_placements=parts)
     own = (x.to_local() for x in shared)
 
     def wrap(x: torch.Tensor) -> torch.Tensor:

@@ -92,6 +92,7 @@ def assert_one_after_the_other(keys, queries, seq_q):
 
 
 @hypothesis.given(drawn=packed_bounds())
+@hypothesis.example(drawn=(9, 12, ((4, 5), (5, 7)), Mask(1, 0, "bottom_right")))
 def test_bounds_of_documents(drawn):
     """Each document has a mask of its own, and rows after the last document see nothing."""
     seq_q, seq_kv, packed, mask = drawn

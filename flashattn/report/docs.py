@@ -41,7 +41,7 @@ def render(text: str, run: Run) -> str:
         if table.lines:
             notes = "".join(note.replace("*", r"\*") + ".\n\n" for note in table.notes)
             timed = EXCERPTS[name].study not in UNTIMED
-            late = " Samples began before the host had queued all." * (
+            late = " Samples began before the host had queued the step." * (
                 timed and _all_late(table.rows)
             )
             made = (

@@ -41,8 +41,9 @@ def _baseline(config: pytest.Config) -> Run | None:
     """Return the clean runs for --benchmark-compare, merged into one, or None if there are none.
 
     Raises:
-        pytest.UsageError: no clean run has the requested name, a run was made on another
-            accelerator, or there is no run for --benchmark-compare-fail.
+        pytest.UsageError: no clean run has the requested name, a file is damaged, a run was made
+            on another accelerator, or --benchmark-compare-fail has no run, or none with its
+            statistic.
     """
     compare = config.stash[COMPARE]
     named = isinstance(compare, str) and compare

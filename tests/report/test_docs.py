@@ -116,5 +116,5 @@ def test_late_and_unsteady_times_are_marked(run):
     for change, late, unsteady in (({}, True, False), ({"late": 4, "q3": 2.0}, False, True)):
         rows = [row | change | {"run": run.rows[0]["run"]}]
         made = render(page, replace(run, rows=rows))
-        assert ("began before the host had queued" in made) == late, made
+        assert ("before the host had queued the step" in made) == late, made
         assert ("1000 ~" in made) == ("quartiles are further apart" in made) == unsteady, made

@@ -218,6 +218,8 @@ def _document_bounds(
     )
     keys = _interval(own, other, seq_q, left, right, bottom_right=bottom_right)
     queries = _interval(other, own, seq_kv, right, left, bottom_right=bottom_right)
+    # Keys before the first document visit no tile: none of these queries waits for their dq.
+    queries = queries.masked_fill(torch.arange(seq_kv, device=own.device)[:, None] < other[0], 0)
     return keys[None], queries[None]
 
 

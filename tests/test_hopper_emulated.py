@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from flashattn import masks
+from flashattn.bounds import of_documents
 from flashattn.checks import check_scale
 from flashattn.emulate import barriers, language, mma, tma
 from flashattn.emulate.launching import Program, emulated, run
@@ -389,6 +390,17 @@ def test_what_is_in_no_document(head_dim, softcap):
         assert_same_bits(name, one, other)
         assert other[:, :, :end].any()
         assert not other[:, :, end:].any()
+
+
+@pytest.mark.parametrize("how", [TURNS, UNTURNED], ids=["in turns", "in any order"])
+def test_documents_that_begin_late(how):
+    """Rows before the first document are those of documents without keys and without queries."""
+    documents = (80, 0), (0, 200), (250, 130)
+    problem = bf16(seq_q=330, seq_kv=330, documents=documents)
+    cu = torch.tensor([80, 330]), torch.tensor([200, 330])
+    bounds = of_documents(*cu, problem.seq_q, problem.seq_kv, problem.mask)
+    asked = Asked(problem, SMALL, how, 2)
+    check(asked, call=attend(problem, SMALL, how, bounds=bounds))
 
 
 EACH_KERNEL = pytest.mark.parametrize(

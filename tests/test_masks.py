@@ -23,6 +23,7 @@ from flashattn.testing.strategies import documents, lengths
 
 PACKED = {"packed": (True,), "softcaps": (None,)}
 BLOCK_Q, BLOCK_KV = 8, 4
+AHEAD = st.tuples(*[st.sampled_from((0, 1, BLOCK_Q, 21))] * 2)  # rows before the first document
 
 
 @st.composite
@@ -91,24 +92,26 @@ def assert_one_after_the_other(keys, queries, seq_q):
             assert visitors == list(range(first, first + len(visitors)))
 
 
-@hypothesis.given(drawn=packed_bounds())
-@hypothesis.example(drawn=(9, 12, ((4, 5), (5, 7)), Mask(1, 0, "bottom_right")))
-def test_bounds_of_documents(drawn):
-    """Each document has a mask of its own, and rows after the last document see nothing."""
-    seq_q, seq_kv, packed, mask = drawn
-    bounds = of_documents(*cumulative(packed, "cpu"), seq_q, seq_kv, mask)
-    assert_consistent(bounds, by_hand(*drawn)[None])
-    assert_one_after_the_other(bounds.keys[0].tolist(), bounds.queries[0].tolist(), seq_q)
+@hypothesis.given(drawn=packed_bounds(), ahead=AHEAD)
+@hypothesis.example(drawn=(9, 12, ((4, 5), (5, 7)), Mask(1, 0, "bottom_right")), ahead=(0, 0))
+def test_bounds_of_documents(drawn, ahead):
+    """Each document has a mask of its own; rows before the first and after the last see nothing."""
+    *_, packed, mask = drawn
+    seen = torch.nn.functional.pad(by_hand(*drawn), (ahead[1], 0, ahead[0], 0))
+    cu_q, cu_k = (x + n for x, n in zip(cumulative(packed, "cpu"), ahead, strict=True))
+    bounds = of_documents(cu_q, cu_k, *seen.shape, mask)
+    assert_consistent(bounds, seen[None])
+    assert_one_after_the_other(bounds.keys[0].tolist(), bounds.queries[0].tolist(), len(seen))
 
 
 @hypothesis.settings(max_examples=15)
-@hypothesis.given(drawn=packed_bounds(), falls=st.booleans())
-def test_the_kernel_of_documents(drawn, falls, device):
+@hypothesis.given(drawn=packed_bounds(), ahead=AHEAD, falls=st.booleans())
+def test_the_kernel_of_documents(drawn, ahead, falls, device):
     """One launch computes the same bounds, also for cumulative lengths that decrease."""
     from flashattn.kernels.portable.document_bounds import launch  # noqa: PLC0415
 
     seq_q, seq_kv, packed, mask = drawn
-    cu_q, cu_k = cumulative(packed, device)
+    cu_q, cu_k = (x + n for x, n in zip(cumulative(packed, device), ahead, strict=True))
     if falls:
         cu_k = cu_k.flip(0)
     wanted = of_documents(cu_q.cpu(), cu_k.cpu(), seq_q, seq_kv, mask)

@@ -21,6 +21,7 @@ def store_intervals(
     before,
     after,
     intervals,
+    OF_KEYS: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -61,7 +62,10 @@ def store_intervals(
         low = tl.minimum(tl.maximum(at - before, start), end)
     if after is not None:
         high = tl.minimum(tl.maximum(at + after + 1, low), end)
-    inside = (document < documents) & (x >= tl.load(own).to(tl.int32))
+    ahead = x < tl.load(own).to(tl.int32)
+    inside = (document < documents) & ~ahead
+    if OF_KEYS:  # see ``bounds``
+        start = tl.where(ahead, 0, start)
     tl.store(intervals + 2 * x, tl.where(inside, low, start), mask=x < own_size)
     tl.store(intervals + 2 * x + 1, tl.where(inside, high, start), mask=x < own_size)
 
@@ -85,10 +89,14 @@ def flashattn_document_bounds(
     program, of_queries = tl.program_id(0), tl.cdiv(seq_q, BLOCK)
     q, kv = (cu_q, seq_q), (cu_k, seq_kv)
     if program < of_queries:
-        store_intervals(program, q, kv, documents, left, right, keys, BOTTOM_RIGHT, BLOCK, CHUNK)
+        store_intervals(
+            program, q, kv, documents, left, right, keys, False, BOTTOM_RIGHT, BLOCK, CHUNK
+        )
     else:
         own = program - of_queries
-        store_intervals(own, kv, q, documents, right, left, queries, BOTTOM_RIGHT, BLOCK, CHUNK)
+        store_intervals(
+            own, kv, q, documents, right, left, queries, True, BOTTOM_RIGHT, BLOCK, CHUNK
+        )
 
 
 def launch(

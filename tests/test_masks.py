@@ -14,7 +14,7 @@ from flashattn.mask import Mask
 from flashattn.masks import Sizes
 from flashattn.problem import Problem
 from flashattn.registry import get
-from flashattn.resolve import bounds_of, cumulative
+from flashattn.resolve import bounds_of, bounds_of_lengths, cumulative
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.law import law
 from flashattn.testing.results import ask, assert_agree, assert_same_bits
@@ -421,20 +421,26 @@ def test_batches_have_their_own_keys(impl, sample):
         assert_agree(alone, replace(alone, got=got))
 
 
+def hidden(bounds):
+    """Return which queries see no key, and which keys no query sees, in the only batch."""
+    return bounds.fully_masked[0], bounds.unseen_keys[0]
+
+
 @law(asked=PACKED, needs="intervals")
 def test_rows_in_no_document(impl, sample):
-    """Queries and keys after the last document, even NaN, have no effect and no gradient."""
+    """Keys that no query sees and queries that see none, even NaN, have no effect or gradient."""
     p = sample.problem
-    ends = [sum(x) for x in zip(*p.documents, strict=True)]
-    hypothesis.assume(ends[0] < p.seq_q or ends[1] < p.seq_kv)
+    rows = p.documents, p.prefix, p.mask, p.seq_q, p.seq_kv, sample.device
+    dead, unseen = hidden(bounds_of_lengths(*rows))
+    hypothesis.assume(dead.any() or unseen.any())
 
     def poisoned(value):
         def change(case):
             q, k, v = (x.clone() for x in case.inputs)
-            q[:, :, ends[0] :], k[:, :, ends[1] :], v[:, :, ends[1] :] = value, value, value
+            q[:, :, dead], k[:, :, unseen], v[:, :, unseen] = value, value, value
             grad_o = None if case.grad_o is None else case.grad_o.clone()
             if grad_o is not None:
-                grad_o[:, :, ends[0] :] = value
+                grad_o[:, :, dead] = value
             return replace(case, inputs=(q, k, v), grad_o=grad_o)
 
         return change
@@ -442,8 +448,8 @@ def test_rows_in_no_document(impl, sample):
     plain, changed = ask(impl, sample, poisoned(0.0)), ask(impl, sample, poisoned(float("nan")))
     for name, x in changed.got.items():
         assert_same_bits(name, plain.got[name], x)
-        behind = x[:, :, ends[name in ("dk", "dv") :][0] :]
-        assert (behind == (-torch.inf if name == "lse" else 0)).all()
+        rows = x[:, :, unseen if name in ("dk", "dv") else dead]
+        assert (rows == (-torch.inf if name == "lse" else 0)).all()
 
 
 @pytest.mark.parametrize("ours", ["tiled", "triton", "auto"])
@@ -493,28 +499,36 @@ def test_one_graph_for_all_documents(device):
             assert_same_bits("dq", one, other)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
+# Queries without keys, and keys without queries: before, between and after the others.
+WITH_GAPS = (0, 10, 10, 50, 50, 70, 120), (0, 0, 20, 90, 150, 150, 290)
+
+
+@pytest.mark.parametrize("scores", [{}, {"softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("ours", ["tiled", "triton", "auto"])
-def test_what_lies_in_no_document_is_hidden(ours, softcap, device):
-    """Rows in no document, even NaN and within a shared tile, have no effect and no gradient."""
-    problem = Problem(batch=2, heads=2, kv_heads=1, seq_q=37, seq_kv=41, head_dim=16)
-    documents = tuple(torch.tensor(x, device=device) for x in ((0, 11, 11, 25), (0, 9, 14, 30)))
+def test_what_lies_in_no_document_is_hidden(ours, scores, device):
+    """Keys that no query sees and queries that see none, even NaN, have no effect or gradient."""
+    problem = Problem(batch=2, heads=2, kv_heads=1, seq_q=130, seq_kv=330, head_dim=16)
+    documents = tuple(torch.tensor(x, device=device) for x in WITH_GAPS)
+    inputs = [x.to(device) for x in make_inputs(problem)]
+    dead, unseen = hidden(bounds_of(*inputs[:2], Mask(right=0), documents, None))
+    if "sink" in scores:
+        scores = {"sink": torch.tensor([0.5, -1.0], device=device, requires_grad=True)}
+    given = {"documents": documents, "causal": True, "return_lse": True} | scores
     grad_o, found = make_grads(problem)[0].to(device), []
     for value in (0.0, torch.nan):
-        q, k, v = (x.to(device) for x in make_inputs(problem))
-        do = grad_o.clone()
-        for x, end in ((q, 25), (do, 25), (k, 30), (v, 30)):
-            x[:, :, end:] = value
+        q, k, v, do = (x.clone() for x in (*inputs, grad_o))
+        for x, rows in ((q, dead), (do, dead), (k, unseen), (v, unseen)):
+            x[:, :, rows] = value
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        given = {"documents": documents, "softcap": softcap, "causal": True, "return_lse": True}
         o, lse = attention(*leaves, impl=ours, **given)
-        found.append([o, lse, *torch.autograd.grad(o, leaves, do)])
-    for name, one, other in zip(("o", "lse", "dq", "dk", "dv"), *found, strict=True):
+        grads = torch.autograd.grad(o, [*leaves, *filter(torch.is_tensor, scores.values())], do)
+        found.append([o, lse, *grads])
+    for name, one, other in zip(("o", "lse", "dq", "dk", "dv", "dsink"), *found, strict=False):
         assert_same_bits(name, one, other)
     o, _, *grads = found[1]
-    assert all(
-        (x[:, :, end:] == 0).all() for x, end in zip((o, *grads), (25, 25, 30, 30), strict=True)
-    )
+    for x, rows in zip((o, *grads[:3]), (dead, dead, unseen, unseen), strict=True):
+        assert x.any()
+        assert not x[:, :, rows].any()
 
 
 @pytest.mark.parametrize(

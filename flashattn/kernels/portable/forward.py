@@ -15,11 +15,11 @@ from flashattn.kernels.constants import HALF_BIT, SIZES
 from flashattn.kernels.portable.combine import combined, is_last, store_output, store_split
 from flashattn.kernels.portable.mask import (
     apply_mask,
-    clean_keys,
     keep_rows,
     key_tiles,
     of_batch,
     seen_keys,
+    whole_tiles,
 )
 from flashattn.kernels.portable.memory import load_tile
 from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
@@ -53,13 +53,12 @@ def mainloop(
     lies,
     MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
-    CLEAN: tl.constexpr = True,
 ):
     """Update the online softmax (acc, m, l, l_error) with keys ``first ... end``; m is in base 2.
 
     ``kv`` is (k, v); ``at`` is (batch, key head, first query); ``full`` is as in ``apply_mask``.
-    Unless CLEAN, values that no query sees may be NaN. In fp32, l_error is the rounding error of l,
-    a sum with one term for each tile.
+    In masked tiles, by bounds of rows, values that no query sees may be NaN. In fp32, l_error is
+    the rounding error of l, a sum with one term for each tile.
     """
     acc, m, l, l_error = state
     k, v = kv
@@ -91,7 +90,7 @@ def mainloop(
         else:
             l = l * alpha + tl.sum(p, 1)
         v_tile = load_tile(v, layout.v, kv_at, seq_kv, layout.head_dim, BLOCK_KV, ALL_KEYS, CONFIG)
-        if not CLEAN:
+        if MASKED and band[2] is not None:
             kept = seen_keys(start_kv, band, sizes, BLOCK_KV)
             v_tile = keep_rows(v_tile, kept, CONFIG.TERMS)
         acc = dot(p, v_tile, acc * alpha[:, None], CONFIG, HALF_BIT)
@@ -154,25 +153,26 @@ def flashattn_fwd(
     BOUNDED: tl.constexpr = left is not None or bounds[0] is not None
     ONE_LOOP: tl.constexpr = CONFIG.TERMS > 0 or WIDE_FP32 or BOUNDED
     full = (full_begin, full_end) if BOUNDED else None
-    begin, stop = first, end
+    begin, stop = first, full_end
     if bounds[0] is not None:
-        begin, stop = clean_keys(first, end, band, seq_q, CONFIG.BLOCK_KV)
+        begin, stop = whole_tiles(full_begin, full_end, end)
     at, kv = (batch, head // group, start_q), (k, v)
-    if not ONE_LOOP:
+    if not ONE_LOOP or bounds[0] is not None:
         state = mainloop(
-            *(state, q_tile, kv, layout, at, first, full_end, None),
+            *(state, q_tile, kv, layout, at, begin, stop, None),
             *(sizes, band, score, lies, False, CONFIG),
         )
-        begin = full_end
-    state = mainloop(
-        state, q_tile, kv, layout, at, begin, stop, full, sizes, band, score, lies, True, CONFIG
-    )
-    if bounds[0] is not None:
+    if bounds[0] is None:
+        if not ONE_LOOP:
+            begin = stop
+        state = mainloop(
+            state, q_tile, kv, layout, at, begin, end, full, sizes, band, score, lies, True, CONFIG
+        )
+    else:
         for side in range(2):
             lo, hi = first if side == 0 else stop, begin if side == 0 else end
             state = mainloop(
-                *(state, q_tile, kv, layout, at, lo, hi, full),
-                *(sizes, band, score, lies, True, CONFIG, False),
+                state, q_tile, kv, layout, at, lo, hi, full, sizes, band, score, lies, True, CONFIG
             )
     store_state(o, lse, partial, layout, q_at, out_at[0], heads, sizes, split, state, CONFIG)
 

@@ -15,13 +15,13 @@ import triton.language as tl
 from flashattn.kernels.portable.mask import (
     apply_mask,
     apply_mask_transposed,
-    clean_keys,
     keep_rows,
     key_tiles,
     live_queries,
     of_batch,
     query_tiles,
     seen_keys,
+    whole_tiles,
 )
 from flashattn.kernels.portable.memory import load_tile, multiple, store_tile
 from flashattn.kernels.portable.mma import ONE_LOOP_FP32, dot, dot_transposed
@@ -205,7 +205,6 @@ def score_gradients(
     lies,
     MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
-    CLEAN: tl.constexpr,
 ):
     """Return dS, S and K of a tile of queries and a tile of keys.
 
@@ -219,7 +218,7 @@ def score_gradients(
     seq_kv, scale = sizes[1], score.scale
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     k_tile = load_tile(k, layout.k, kv_at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
-    if not CLEAN:
+    if MASKED and band[2] is not None:
         kept = seen_keys(start_kv, band, sizes, BLOCK_KV)
         k_tile = keep_rows(k_tile, kept, CONFIG.TERMS)
     s = dot_transposed(q_tile, k_tile, CONFIG)  # [BLOCK_Q, BLOCK_KV]
@@ -232,7 +231,7 @@ def score_gradients(
     v_tile = load_tile(v, layout.v, kv_at, seq_kv, layout.head_dim, BLOCK_KV, not MASKED, CONFIG)
     dp = dot_transposed(do_tile, v_tile, CONFIG)
     ds = p * (dp - delta)
-    if band[2] is not None:
+    if MASKED and band[2] is not None:
         ds = tl.where(p > 0.0, ds, 0.0)
     return ds, s, k_tile
 
@@ -252,16 +251,15 @@ def dq_mainloop(
     lies,
     MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
-    CLEAN: tl.constexpr = True,
 ):
     """Add the contribution of keys ``first ... end`` to dq of a tile of queries.
 
     ``own`` is (q, dO, lse_log2, delta) of the tile; ``at`` is (batch, key head, first query).
-    Unless CLEAN, keys and values that no query sees may be NaN.
+    In masked tiles, by bounds of rows, keys and values that no query sees may be NaN.
     """
     for start_kv in tl.range(first, end, CONFIG.BLOCK_KV):
         ds, s, k_tile = score_gradients(
-            own, inputs, at, start_kv, full, sizes, band, score, lies, MASKED, CONFIG, CLEAN
+            own, inputs, at, start_kv, full, sizes, band, score, lies, MASKED, CONFIG
         )
         if score.dbias is not None:
             store_dbias(ds, score.dbias, at[2], start_kv, sizes, CONFIG)
@@ -320,23 +318,25 @@ def compute_dq(
         CONFIG.TERMS > 0 or WIDE_FP32 or stats[2] is not None or CROWDED or BOUNDED
     )
     full = (full_begin, full_end) if BOUNDED else None
-    begin, stop = first, end
+    begin, stop = first, full_end
     if band[2] is not None:
-        begin, stop = clean_keys(first, end, band, seq_q, CONFIG.BLOCK_KV)
+        begin, stop = whole_tiles(full_begin, full_end, end)
     at = batch, head // group, start_q
-    if not ONE_LOOP:
+    if not ONE_LOOP or band[2] is not None:
         acc = dq_mainloop(
-            acc, own, inputs, at, first, full_end, None, sizes, band, score, lies, False, CONFIG
+            acc, own, inputs, at, begin, stop, None, sizes, band, score, lies, False, CONFIG
         )
-        begin = full_end
-    acc = dq_mainloop(
-        acc, own, inputs, at, begin, stop, full, sizes, band, score, lies, True, CONFIG
-    )
-    if band[2] is not None:
+    if band[2] is None:
+        if not ONE_LOOP:
+            begin = stop
+        acc = dq_mainloop(
+            acc, own, inputs, at, begin, end, full, sizes, band, score, lies, True, CONFIG
+        )
+    else:
         for side in range(2):
             lo, hi = first if side == 0 else stop, begin if side == 0 else end
             acc = dq_mainloop(
-                acc, own, inputs, at, lo, hi, full, sizes, band, score, lies, True, CONFIG, False
+                acc, own, inputs, at, lo, hi, full, sizes, band, score, lies, True, CONFIG
             )
         # Likewise, a query that sees no key may be NaN.
         live = live_queries(start_q, band, sizes, BLOCK_Q)

@@ -87,15 +87,10 @@ def live_queries(start_q, band, sizes, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def clean_keys(first, end, band, seq_q, BLOCK_KV: tl.constexpr):
-    """Return (begin, stop) of the tiles in first ... end that lie between keys that are seen.
-
-    The other tiles, at most one at each end, may hold keys that are NaN: before the first key that
-    any query sees, or after the last.
-    """
-    seen, unseen = tl.load(band[2]), tl.load(band[2] + 2 * seq_q - 1)
-    begin = tl.minimum(tl.maximum(first, tl.cdiv(seen, BLOCK_KV) * BLOCK_KV), end)
-    return begin, tl.maximum(tl.minimum(end, unseen // BLOCK_KV * BLOCK_KV), begin)
+def whole_tiles(full_begin, full_end, end):
+    """Return the bounds of the tiles of which every query sees every key, clamped to ascend."""
+    begin = tl.minimum(full_begin, end)
+    return begin, tl.maximum(tl.minimum(full_end, end), begin)
 
 
 @triton.jit

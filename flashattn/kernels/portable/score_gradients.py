@@ -53,7 +53,6 @@ def add_scores(
     seq_q = sizes[0]
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
-    CLEAN: tl.constexpr = band[2] is None
     row, at = batch * heads + head, (batch, head // group, start_q)
     q_tile = load_tile(q, layout.q, q_at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
     do_tile = load_tile(grad_o, layout.grad_o, q_at, seq_q, layout.head_dim, BLOCK_Q, False, CONFIG)
@@ -64,14 +63,14 @@ def add_scores(
     own = q_tile, do_tile, lse_log2, delta_rows[:, None]
     if ONE:
         ds, _s, _k_tile = score_gradients(
-            own, inputs, at, own_keys, None, sizes, band, score, lies, True, CONFIG, CLEAN
+            own, inputs, at, own_keys, None, sizes, band, score, lies, True, CONFIG
         )
         acc += ds
     else:
         first, _, _, end = key_tiles(start_q, band, sizes, 0, None, CONFIG)
         for start_kv in tl.range(tl.maximum(first, own_keys), tl.minimum(end, end_keys), BLOCK_KV):
             ds, _s, _k_tile = score_gradients(
-                own, inputs, at, start_kv, None, sizes, band, score, lies, True, CONFIG, CLEAN
+                own, inputs, at, start_kv, None, sizes, band, score, lies, True, CONFIG
             )
             acc += ds
     return acc

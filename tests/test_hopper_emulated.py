@@ -369,27 +369,50 @@ def test_scores(asked, seed):
     assert first.startswith("flashattn_hopper_fwd")
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("head_dim", [128, 168, 256], ids=["one pass", "two pieces", "two passes"])
-def test_what_is_in_no_document(head_dim, softcap):
-    """After the last document q, k, v and dO may be NaN, and o and gradients are 0.
+def hidden(problem):
+    """Return which queries see no key, and which keys no query sees."""
+    rows = problem.mask, problem.seq_q, problem.seq_kv, torch.device("cpu")
+    bounds = bounds_of_lengths(problem.documents, problem.prefix, *rows)
+    return bounds.fully_masked[0], bounds.unseen_keys[0]
+
+
+# Queries without keys, and keys without queries: before, between and after the others.
+WITH_GAPS = (10, 0), (0, 70), (60, 100), (0, 140), (70, 0), (90, 90)
+
+
+@pytest.mark.parametrize("score", [{}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("documents", [((100, 150),), WITH_GAPS], ids=["one", "with gaps"])
+@pytest.mark.parametrize(
+    ("head_dim", "config", "how"),
+    [
+        (128, SMALL, TURNS),
+        (64, THREE, UNTURNED),
+        (168, WIDE, WIDE_PASSES),
+        (256, WIDE, WIDE_PASSES),
+    ],
+    ids=["one pass", "one loop", "two pieces", "two passes"],
+)
+def test_what_is_in_no_document(head_dim, config, how, documents, score):
+    """Keys that no query sees and queries that see none may be NaN, and o and gradients are 0.
 
     Tiles of 168 columns are stored in two pieces.
     """
-    sizes = {"heads": 2, "kv_heads": 1, "seq_q": 290, "seq_kv": 270, "head_dim": head_dim}
-    problem = bf16(**sizes, documents=((100, 150),), softcap=softcap)
-    case, results = Sample(problem=problem).draw(), []
+    sizes = {"heads": 2, "kv_heads": 1, "seq_q": 290, "seq_kv": 450, "head_dim": head_dim}
+    problem = bf16(**sizes, documents=documents, **score)
+    case, results, (dead, unseen) = Sample(problem=problem).draw(), [], hidden(problem)
     for value in (0.0, float("nan")):
         q, k, v, grad_o = (x.clone() for x in (*case.inputs, case.grad_o))
-        q[:, :, 100:], k[:, :, 150:], v[:, :, 150:], grad_o[:, :, 100:] = (value,) * 4
+        q[:, :, dead], k[:, :, unseen], v[:, :, unseen], grad_o[:, :, dead] = (value,) * 4
         inputs = [x.requires_grad_() for x in (q, k, v)]
+        leaves = [*inputs, *(x.requires_grad_() for x in case.scored.values())]
         with emulated(num_sms=2):
-            o, _ = attend(problem, WIDE, TURNS if head_dim == 128 else WIDE_PASSES)(*inputs)
-            results.append([o, *torch.autograd.grad(o, inputs, grad_o)])
-    for name, one, other, end in zip("oqkv", *results, (100, 100, 150, 150), strict=True):
+            o, _ = attend(problem, config, how)(*inputs, **case.scored)
+            results.append([o, *torch.autograd.grad(o, leaves, grad_o)])
+    for name, one, other in zip(("o", "dq", "dk", "dv", "dsink"), *results, strict=False):
         assert_same_bits(name, one, other)
-        assert other[:, :, :end].any()
-        assert not other[:, :, end:].any()
+    for x, where in zip(results[1][:4], (dead, dead, unseen, unseen), strict=True):
+        assert x.any()
+        assert not x[:, :, where].any()
 
 
 @pytest.mark.parametrize("how", [TURNS, UNTURNED], ids=["in turns", "in any order"])

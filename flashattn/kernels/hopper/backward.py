@@ -41,7 +41,7 @@ from flashattn.kernels.hopper.bias import new_bias, transposed
 from flashattn.kernels.hopper.compat import store_tile, thread_barrier
 from flashattn.kernels.hopper.config import SIZES
 from flashattn.kernels.hopper.gqa import new_gqa_splits
-from flashattn.kernels.hopper.mask import Mask, keep_rows
+from flashattn.kernels.hopper.mask import Mask, clear_empty, has_empty
 from flashattn.kernels.hopper.mma import (
     acc_wait,
     mma_pv,
@@ -198,28 +198,26 @@ def clean_keys(WARPGROUP: gl.constexpr, k, v, start_kv, mask):
 
     Only dq's product reads the other warpgroup's keys, after a barrier of its own.
     """
-    if mask.rows:
-        begin, end = mask.seen_keys()
-        if (start_kv < begin) | (start_kv + BLOCK_KV > end):
-            start_kv += WARPGROUP * KEYS
-            keep_rows(k.slice(WARPGROUP * KEYS, KEYS, dim=0), start_kv, begin, end)
-            keep_rows(v.slice(WARPGROUP * KEYS, KEYS, dim=0), start_kv, begin, end)
+    if mask.rows:  # noqa: SIM102 - when compiled; the next, when run
+        if has_empty(mask.queries, mask.seq_kv, start_kv, KEYS):
+            own_k = k.slice(WARPGROUP * KEYS, KEYS, dim=0)
+            clear_empty(own_k, mask.queries, mask.seq_kv, start_kv)
+            own_v = v.slice(WARPGROUP * KEYS, KEYS, dim=0)
+            clear_empty(own_v, mask.queries, mask.seq_kv, start_kv)
 
 
 @gluon.jit
-def clean_queries(WARPGROUP: gl.constexpr, queries, grads, n, start, stop, mask, t):
-    """Do the same for queries and dO of tiles start - 1 ... stop; the n-th load is the first one.
-
-    Queries behind the last one that sees a key are in a head's last tile, which is visited first.
-    """
-    if mask.rows:
-        end = mask.live_queries()
-        HALF: gl.constexpr = t.block_q // 2
-        if (stop < start) & (start * t.block_q > end):
-            start_q = (start - 1) * t.block_q + WARPGROUP * HALF
+def clean_queries(WARPGROUP: gl.constexpr, queries, grads, n, start_q, mask, t):
+    """Do the same for this warpgroup's half of queries and dO of the n-th tile, for both."""
+    if mask.rows:  # noqa: SIM102 - when compiled; the next, when run
+        if has_empty(mask.keys, mask.seq_q, start_q, t.block_q):
+            HALF: gl.constexpr = t.block_q // 2
+            start_q += WARPGROUP * HALF
             q, do = queries.consumer_wait(n), grads.consumer_wait(n)
-            keep_rows(q.slice(WARPGROUP * HALF, HALF, dim=0), start_q, 0, end)
-            keep_rows(do.slice(WARPGROUP * HALF, HALF, dim=0), start_q, 0, end)
+            own_q = q.slice(WARPGROUP * HALF, HALF, dim=0)
+            clear_empty(own_q, mask.keys, mask.seq_q, start_q)
+            own_do = do.slice(WARPGROUP * HALF, HALF, dim=0)
+            clear_empty(own_do, mask.keys, mask.seq_q, start_q)
             consumer_barrier()
 
 
@@ -280,7 +278,7 @@ def consumer(
         state = zero_acc(t.d_lo, t.d_hi), zero_acc(t.d_lo, t.d_hi)
         keys.consumer_wait(kv_n)
         values.consumer_wait(kv_n)
-        clean_keys(WARPGROUP, keys.tile(kv_n), values.tile(kv_n), block * BLOCK_KV, mask)
+        clean_keys(WARPGROUP, keys.tile(kv_n), values.tile(kv_n), start_kv, mask)
         if not mask.two_sided:  # the last tile is always masked
             full_end = end - 1
         full_begin = gl.minimum(full_begin, full_end)
@@ -290,8 +288,8 @@ def consumer(
             own = score.of_head(batch, head)
             start = gl.where(second, full_begin, end)
             stop = gl.where(second, first, full_end)
-            clean_queries(WARPGROUP, queries, grads, n, start, stop, mask, t)
             for i in range(start - 1, stop - 1, -1):
+                clean_queries(WARPGROUP, queries, grads, n, i * t.block_q, mask, t)
                 where = batch, head, first_query(i, end, schedule, own, t), start_kv
                 state = mainloop_step(
                     WARPGROUP, n, state, smem, where, mask, bounds, own, dbias, t, True

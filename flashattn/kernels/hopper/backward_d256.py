@@ -44,7 +44,7 @@ from flashattn.kernels.hopper.mma import (
     store_acc,
     zero_acc,
 )
-from flashattn.kernels.hopper.pipeline import new_pipeline, new_shared_p
+from flashattn.kernels.hopper.pipeline import clear_tiles, new_pipeline, new_shared_p
 from flashattn.kernels.hopper.registers import acc_layout, pack
 from flashattn.kernels.hopper.scheduler import ASCENDING, LINEAR, Shape, TileScheduler
 from flashattn.kernels.hopper.score import Score
@@ -98,7 +98,7 @@ def compute_p(n, s, lse_log2, sP, start_q, start_kv, masked, score, DTYPE: gl.co
     x = s * score.log2 - rows[None, :]
     p = gl.exp2(score.sloped(x, start_q, start_kv, True))
     if masked is not None:
-        mask, bounds, _ = masked
+        mask, bounds = masked
         p = mask.apply_transposed(p, start_q, start_kv, bounds, True)
     # This stage of sP is free: dk read its old P before it released the stage of these queries.
     sP.store(n, score.with_slope(p, s))
@@ -110,9 +110,8 @@ def dv_step(n, state, k, queries, grads, sP, start_q, start_kv, masked, score, t
     """Add the query tile before the n-th to dv, and compute P of the n-th."""
     p, dv = state
     if masked is not None:
-        mask, _, live = masked
-        queries.keep_rows(n, start_q, mask, live)
-        grads.keep_rows(n, start_q, mask, live)
+        mask, _ = masked
+        clear_tiles((queries, grads), n, start_q, mask.keys, mask.seq_q)
     do = grads.consumer_wait(n - 1)
     dv = mma_packed(p, do, dv, t.v_lo, t.v_hi)
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
@@ -166,12 +165,10 @@ def consumer_dv(dv, keys, queries, grads, sP, scheduler, splits, shape, score, t
     mask = shape.mask_of(batch)
     RUNS: gl.constexpr = 2 if mask.two_sided else 1
     first, full_begin, full_end, end = visited_query_tiles(block, mask)
-    live = 0, mask.live_queries()
-    masked = mask, mask.query_bounds(start_kv, BLOCK, acc_layout(BLOCK)), live
+    masked = mask, mask.query_bounds(start_kv, BLOCK, acc_layout(BLOCK))
     own = score.of_head(batch, split_head * shape.group)
-    keys.keep_rows(0, start_kv, mask, mask.seen_keys())
-    queries.keep_rows(n, first * BLOCK, mask, live)
-    grads.keep_rows(n, first * BLOCK, mask, live)
+    clear_tiles((keys,), 0, start_kv, mask.queries, mask.seq_kv)
+    clear_tiles((queries, grads), n, first * BLOCK, mask.keys, mask.seq_q)
     k = keys.consumer_wait(0)
     q, lse_log2 = queries.consumer_wait(n), queries.stats(n)
     s = mma_wait(mma_qk(k, q, t.d_lo, t.d_hi), 0)
@@ -232,10 +229,9 @@ def consumer_dk(dk, values, queries, grads, sP, scheduler, splits, shape, scale,
     n = 0
     block, batch, split_head = scheduler.tile_coord(gl.program_id(0))
     mask = shape.mask_of(batch)
-    first, _, _, end = visited_query_tiles(block, mask)
-    live = 0, mask.live_queries()
-    values.keep_rows(0, block * BLOCK, mask, mask.seen_keys())
-    grads.keep_rows(n, first * BLOCK, mask, live)
+    first, full_begin, full_end, end = visited_query_tiles(block, mask)
+    clear_tiles((values,), 0, block * BLOCK, mask.queries, mask.seq_kv)
+    clear_tiles((grads,), n, first * BLOCK, mask.keys, mask.seq_q)
     v = values.consumer_wait(0)
     do, delta = grads.consumer_wait(n), grads.stats(n)
     dp = mma_wait(mma_qk(v, do, t.v_lo, t.v_hi), 0)
@@ -243,7 +239,10 @@ def consumer_dk(dk, values, queries, grads, sP, scheduler, splits, shape, scale,
     n += 1
     state = ds, zero_acc(t.d_lo, t.d_hi)
     for _ in range(1, shape.group * (end - first)):
-        grads.keep_rows(n, (first + n % (end - first)) * BLOCK, mask, live)
+        if mask.rows:
+            i = first + n % (end - first)
+            if (i < full_begin) | (i >= full_end):
+                clear_tiles((grads,), n, i * BLOCK, mask.keys, mask.seq_q)
         state = dk_step(n, state, v, queries, grads, sP, t)
         n += 1
     ds, acc = state

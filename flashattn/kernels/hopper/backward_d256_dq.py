@@ -25,7 +25,7 @@ from flashattn.kernels.hopper.mma import (
     store_acc,
     zero_acc,
 )
-from flashattn.kernels.hopper.pipeline import new_pipeline
+from flashattn.kernels.hopper.pipeline import clear_tiles, new_pipeline
 from flashattn.kernels.hopper.registers import acc_layout, opaque, pack
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, TileScheduler
 from flashattn.kernels.hopper.score import Score
@@ -85,7 +85,7 @@ def compute_p_ds(n, s, dp, values, stats, start_q, start_kv, masked, score, t):
     s = score.capped(mma_wait(s, products(t.v_hi)))
     seen, log2, _ = score.in_base_2(s, start_q, start_kv)
     if masked is not None:
-        mask, bounds, _ = masked
+        mask, bounds = masked
         seen = mask.apply(seen, start_q, start_kv, bounds, float("-inf"))
     p = score.with_slope(gl.exp2(seen * log2 - lse_log2[:, None]), s)
     dp = mma_wait(dp, 0)
@@ -101,9 +101,8 @@ def dq_step(
     queries, grads, keys, values = pipelines
     ds, dq = state
     if masked is not None:
-        mask, _, seen = masked
-        keys.keep_rows(n, start_kv, mask, seen)
-        values.keep_rows(n, start_kv, mask, seen)
+        mask, _ = masked
+        clear_tiles((keys, values), n, start_kv, mask.queries, mask.seq_kv)
     k = keys.tile(n - 1)
     dq = mma_packed(ds, k, dq, t.d_lo, t.d_hi)
     q = opaque_tile(queries, WARPGROUP)
@@ -139,20 +138,17 @@ def consumer_dq(
     mask = shape.mask_of(batch)
     RUNS: gl.constexpr = 2 if mask.two_sided else 1
     first, full_begin, full_end, end = visited_key_tiles(block, mask)
-    seen, live = mask.seen_keys(), (0, mask.live_queries())
-    masked = mask, mask.key_bounds(start_q, BLOCK, acc_layout(BLOCK)), seen
+    masked = mask, mask.key_bounds(start_q, BLOCK, acc_layout(BLOCK))
     own = score.of_head(batch, head)
     at = (batch * scheduler.heads + head).to(gl.int64) * lse_rows + start_q
     rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, acc_layout(BLOCK)))
     row_stats = gl.load(lse_log2 + at + rows), gl.load(delta + at + rows)
     start_kv = (end - 1) * BLOCK
-    queries.keep_rows(WARPGROUP, start_q, mask, live)
+    clear_tiles((queries, grads), WARPGROUP, start_q, mask.keys, mask.seq_q)
+    clear_tiles((keys, values), n, start_kv, mask.queries, mask.seq_kv)
     queries.consumer_wait(WARPGROUP)
     q = opaque_tile(queries, WARPGROUP)
-    keys.keep_rows(n, start_kv, mask, seen)
-    values.keep_rows(n, start_kv, mask, seen)
     s = mma_qk(q, keys.consumer_wait(n), t.d_lo, t.d_hi)
-    grads.keep_rows(WARPGROUP, start_q, mask, live)
     grads.consumer_wait(WARPGROUP)
     do = opaque_tile(grads, WARPGROUP)
     dp = mma_qk(do, values.consumer_wait(n), t.v_lo, t.v_hi)

@@ -36,7 +36,12 @@ from flashattn.kernels.hopper.mma import (
     store_acc,
     zero_acc,
 )
-from flashattn.kernels.hopper.pipeline import new_pipeline, new_scalar_pipeline, new_shared_tiles
+from flashattn.kernels.hopper.pipeline import (
+    clear_tiles,
+    new_pipeline,
+    new_scalar_pipeline,
+    new_shared_tiles,
+)
 from flashattn.kernels.hopper.registers import acc_layout, pack, unpack
 from flashattn.kernels.hopper.scheduler import DESCENDING, LINEAR, Shape, TileScheduler
 from flashattn.kernels.hopper.score import Score, with_sink
@@ -180,6 +185,9 @@ def mainloop_step(
     p = pack(p_fp32, q.dtype)
     acc = acc_wait(acc, 0, t.v_hi)
     keys.consumer_release(n + 1)
+    if MASKED and mask.rows:  # noqa: SIM102 - when compiled; the next, when run
+        if not whole:
+            clear_tiles((values,), n + 1, start_kv, mask.queries, mask.seq_kv)
     return rescale(acc, alpha, mask, t, LATER=False), alpha, p, m_new, l
 
 
@@ -187,7 +195,7 @@ def mainloop_step(
 def mainloop(n, state, q, kv, start_q, tiles, mask, bounds, score, t):
     """Visit all key tiles but the last, whose P is known; return the state and n."""
     first, full_begin, full_end, end = tiles
-    kv[1].keep_rows(n, end * t.block_kv, mask, mask.seen_keys())
+    clear_tiles((kv[1],), n, end * t.block_kv, mask.queries, mask.seq_kv)
     if one_loop(mask, t):
         for i in range(end - 1, first - 1, -1):
             start_kv = i * t.block_kv
@@ -262,7 +270,6 @@ def consumer(WARPGROUP: gl.constexpr, o, lse, pipelines, sO, next_tile, schedule
         )
         acc, alpha, p, m, l = state
         acc = rescale(acc, alpha, mask, t, LATER=True)
-        values.keep_rows(n, first * t.block_kv, mask, mask.seen_keys())
         acc = mma_packed(p, values.consumer_wait(n), acc, t.v_lo, t.v_hi)
         if next_tile is not None:
             tile = next_tile.read(tile_n)
@@ -330,6 +337,7 @@ def flashattn_hopper_fwd(
     lse,
     tile_counter,
     key_bounds,
+    query_bounds,
     slopes,
     bias,
     sink,
@@ -343,6 +351,7 @@ def flashattn_hopper_fwd(
     left,
     right,
     keys_stride,
+    queries_stride,
     slopes_stride,
     query_offset,
     bias_strides,
@@ -354,10 +363,10 @@ def flashattn_hopper_fwd(
     """Compute o and lse; q, k, v and o are descriptors of [B, H, T, D] or [B, H, T, Dv].
 
     If tiles are in two pieces, ``high`` descriptors have the columns from D_LO or V_LO on. If
-    key_bounds is not None, it is the whole mask. Strides, but for bias_strides, are of batches.
+    bounds are not None, they are the whole mask. Strides, but for bias_strides, are of batches.
     """
-    mask = Mask(seq_q, seq_kv, left, right, key_bounds)
-    shape = Shape(group, mask, keys_stride)
+    mask = Mask(seq_q, seq_kv, left, right, key_bounds, query_bounds)
+    shape = Shape(group, mask, keys_stride, queries_stride)
     score = Score(
         *(scale_log2, cap, q.dtype == gl.float16, slopes, slopes_stride, query_offset, t.before),
         *(sink, sink_stride),

@@ -14,21 +14,36 @@ from flashattn.kernels.hopper.compat import aggregate
 
 
 @gluon.jit
-def keep_rows(tile, start, begin, end):
-    """Zero the rows of a tile in shared memory that are not among begin ... end - 1.
+def has_empty(bounds, rows, start, SIZE: gl.constexpr):
+    """Return whether any of SIZE rows from ``start`` has an empty interval in bounds of ``rows``.
 
-    The tile starts at row ``start``. Unseen rows may hold NaN, which a P of 0 does not cancel.
+    None has if the first and the last of them share a row: then all do, as no end decreases.
+    """
+    first, last = gl.minimum(start, rows - 1), gl.minimum(start + SIZE, rows) - 1
+    found = gl.load(bounds + 2 * last) >= gl.load(bounds + 2 * first + 1)
+    if found:
+        layout: gl.constexpr = gl.BlockedLayout([SIZE // 32], [32], [gl.num_warps()], [0])
+        at = bounds + 2 * gl.minimum(start + gl.arange(0, SIZE, layout=layout), rows - 1)
+        found = gl.max((gl.load(at) >= gl.load(at + 1)).to(gl.int32), 0) > 0
+    return found
+
+
+@gluon.jit
+def clear_empty(tile, bounds, rows, start):
+    """Zero the rows of a tile in shared memory, which starts at row ``start``, likewise.
+
+    They may hold NaN, which a P of 0 does not cancel.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = tile.shape[0]
-    if (start < begin) | (start + ROWS > end):
-        for i in gl.static_range(0, ROWS, 16):
-            part = tile.slice(i, 16, dim=0)
-            x = part.load(layout)
-            row = start + i + gl.arange(0, 16, layout=gl.SliceLayout(1, layout))
-            kept = (row >= begin) & (row < end)
-            part.store(gl.where(kept[:, None], x, 0.0).to(tile.dtype))
-        fence_async_shared()
+    for i in gl.static_range(0, ROWS, 16):
+        part = tile.slice(i, 16, dim=0)
+        x = part.load(layout)
+        row = start + i + gl.arange(0, 16, layout=gl.SliceLayout(1, layout))
+        at = bounds + 2 * gl.minimum(row, rows - 1)
+        kept = gl.load(at) < gl.load(at + 1)
+        part.store(gl.where(kept[:, None], x, 0.0).to(tile.dtype))
+    fence_async_shared()
 
 
 @aggregate
@@ -68,9 +83,6 @@ class Mask:
         """Return the mask of a batch; strides are between the bounds of rows of two batches."""
         if not self.rows:
             mask = self
-        elif self.queries is None:
-            keys = self.keys + batch.to(gl.int64) * keys_stride
-            mask = Mask(self.seq_q, self.seq_kv, None, None, keys)
         else:
             keys = self.keys + batch.to(gl.int64) * keys_stride
             queries = self.queries + batch.to(gl.int64) * queries_stride
@@ -104,23 +116,6 @@ class Mask:
         return lo, hi
 
     @gluon.jit
-    def seen_keys(self):
-        """Return (begin, end) of the keys that any query sees; all keys without bounds of rows."""
-        seen = 0, self.seq_kv
-        if self.rows:
-            seen = gl.load(self.keys), gl.load(self.keys + (2 * self.seq_q - 1))
-        return seen
-
-    @gluon.jit
-    def live_queries(self):
-        """Return one past the last query that sees a key; seq_q without bounds of rows."""
-        live = self.seq_q
-        if self.rows:
-            _, end = self.seen_keys()
-            live = gl.load(self.queries + (2 * gl.maximum(end, 1) - 1))
-        return live
-
-    @gluon.jit
     def key_tiles(self, start_q, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr):
         """Return (first, full_begin, full_end, end) of the key tiles that a query tile visits.
 
@@ -149,7 +144,7 @@ class Mask:
             hi = gl.minimum(gl.maximum(hi, 0), self.seq_q)
         full_end, end = full_hi // BLOCK_Q, gl.cdiv(hi, BLOCK_Q)
         if self.rows:  # a tile behind the last seen key visits nothing
-            _, seen = self.seen_keys()
+            seen = gl.load(self.keys + (2 * self.seq_q - 1))
             end = gl.where(start_kv < seen, end, 0)
         elif self.left is None:  # padding of the last tile needs no mask
             full_end = end

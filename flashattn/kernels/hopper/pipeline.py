@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashattn.kernels.hopper.compat import aggregate, load_tile
-from flashattn.kernels.hopper.mask import keep_rows
+from flashattn.kernels.hopper.mask import clear_empty, has_empty
 from flashattn.kernels.hopper.registers import opaque
 
 
@@ -164,23 +164,6 @@ class Pipeline:
         return tile
 
     @gluon.jit
-    def keep_rows(self, n, start, mask, seen):
-        """Zero the rows of the n-th tile that are not seen, by bounds of rows: they may be NaN.
-
-        ``seen`` is (begin, end) of the rows that are seen. All warpgroups may call this at once:
-        they write the same numbers.
-        """
-        if mask.rows:
-            begin, end = seen
-            if (start < begin) | (start + self.tiles.shape[3] > end):
-                tile = self.consumer_wait(n)
-                if self.high is None:
-                    keep_rows(tile, start, begin, end)
-                else:
-                    keep_rows(tile.low, start, begin, end)
-                    keep_rows(tile.high, start, begin, end)
-
-    @gluon.jit
     def term(self, at):
         """Return a tile [rows, columns] by its index among all terms of all stages."""
         tile = self.tiles.index(at)
@@ -231,6 +214,23 @@ def new_pipeline(
         for i in gl.static_range(STAGES):
             mbarrier.init(empty.index(i), count=CONSUMERS)
     return Pipeline(made.tiles, made.high, stats, full, empty, STAGES, TERMS)
+
+
+@gluon.jit
+def clear_tiles(pipelines, n, start, bounds, rows):
+    """Zero the rows of the n-th tiles that have an empty interval in bounds of ``rows`` rows.
+
+    They may be NaN. All warpgroups may call this at once: they write the same numbers.
+    """
+    if bounds is not None:  # noqa: SIM102 - when compiled; the next, when run
+        if has_empty(bounds, rows, start, pipelines[0].tiles.shape[3]):
+            for i in gl.static_range(len(pipelines)):
+                tile = pipelines[i].consumer_wait(n)
+                if pipelines[i].high is None:
+                    clear_empty(tile, bounds, rows, start)
+                else:
+                    clear_empty(tile.low, bounds, rows, start)
+                    clear_empty(tile.high, bounds, rows, start)
 
 
 @aggregate

@@ -78,16 +78,15 @@ def forward(
         (
             *(blocks * batch * heads, blocks, heads, plan.scheduler.section, heads // kv_heads),
             *(seq_q, seq_kv, options.left, options.right),
-            *(bounds_strides(options, seq_q, seq_kv)[0], lies.slopes, lies.query_offset),
-            bias_strides(lies, options),
+            *bounds_strides(options, seq_q, seq_kv),
+            *(lies.slopes, lies.query_offset, bias_strides(lies, options)),
             *(lies.sink, scale.log2, scale.cap),
         ),
         {"t": forward_config(tile, dims, before=before, vector=vector(options.bias, seq_kv))},
         [*low, *high],
     )
-    counter, bounds = "counters" if dynamic else None, bounds_names(options)[0]
-    names = "q", "k", "v", "o", *others, "lse", counter, bounds, *scored_names(options)
-    return [*line_step(options), Step(launch, names)]
+    given = "counters" if dynamic else None, *bounds_names(options), *scored_names(options)
+    return [*line_step(options), Step(launch, ("q", "k", "v", "o", *others, "lse", *given))]
 
 
 def pieces_of(name: str, dims: tuple[int, int]) -> tuple[int, int]:

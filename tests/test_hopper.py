@@ -237,13 +237,14 @@ def test_documents(device, head_dim, packed, mask):
 
 @pytest.mark.drawn("head_dim")
 @pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 168, 256])
 @on_hopper
-def test_what_is_in_no_document(device, head_dim, mask):
+def test_what_is_in_no_document(device, head_dim, sink, mask):
     """Keys that no query sees and queries that see none, even NaN, have no effect or gradient."""
     documents = (70, 0), (0, 200), (300, 400), (0, 150), (200, 0), (280, 130)
     sizes = {"seq_q": 900, "seq_kv": 1000, "head_dim": head_dim, "documents": documents}
-    problem = masked(mask, half_of(128, mask), **sizes)
+    problem = masked(mask, half_of(128, mask), **sizes, sink=sink)
     rows = documents, None, problem.mask, problem.seq_q, problem.seq_kv, device
     bounds = bounds_of_lengths(*rows)
     dead, unseen = bounds.fully_masked[0], bounds.unseen_keys[0]

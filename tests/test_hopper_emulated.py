@@ -380,7 +380,7 @@ def hidden(problem):
 WITH_GAPS = (10, 0), (0, 70), (60, 100), (0, 140), (70, 0), (90, 90)
 
 
-@pytest.mark.parametrize("score", [{}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("score", [{}, {"softcap": 5.0}, {"sink": True}], ids=str)
 @pytest.mark.parametrize("documents", [((100, 150),), WITH_GAPS], ids=["one", "with gaps"])
 @pytest.mark.parametrize(
     ("head_dim", "config", "how"),

@@ -503,7 +503,7 @@ def test_one_graph_for_all_documents(device):
 WITH_GAPS = (0, 10, 10, 50, 50, 70, 120), (0, 0, 20, 90, 150, 150, 290)
 
 
-@pytest.mark.parametrize("scores", [{}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("scores", [{}, {"softcap": 2.0}, {"sink": True}], ids=str)
 @pytest.mark.parametrize("ours", ["tiled", "triton", "auto"])
 def test_what_lies_in_no_document_is_hidden(ours, scores, device):
     """Keys that no query sees and queries that see none, even NaN, have no effect or gradient."""

@@ -106,6 +106,8 @@ def flashattn_bwd_preprocess(
     )
     lse_log2_rows = lse_log2_of(lse, row, start, seq_q, BLOCK)
     o_tile = load_by_pointers(o, o_strides, at, seq_q, head_dim, PADDED, BLOCK, BLOCK_D, False)
+    if sinks[0] is not None:  # lse of rows that see no key is finite; their dO may be NaN
+        do_tile = tl.where(o_tile == 0.0, 0.0, do_tile)
     delta_rows = delta_of(o_tile, do_tile, grad_lse, lse_log2_rows, row, start, seq_q)
     if lse_log2.dtype.element_ty == tl.float32:
         store_rows(lse_log2, row, seq_q_rounded, start, seq_q_rounded, lse_log2_rows)

@@ -189,7 +189,7 @@ def flash_attn_varlen_func(
         block_table: must be None.
         seqused_q: integers [documents], the number of queries that are used in each document, from
             its start; the last one is aligned with the last used key. None means all.
-        seqused_k: likewise for the keys. Keys and values that are not used must be finite.
+        seqused_k: likewise for the keys. Keys and values that are not used may be NaN.
         page_table: must be None.
         learnable_sink: see ``flash_attn_func``.
         score_mod: must be None.

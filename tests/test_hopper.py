@@ -596,7 +596,7 @@ def taken(problem):
         ({"heads": 1, "seq_q": 16384, "head_dim": 64, "causal": True}, BACKWARD_ONLY),
         ({"heads": 16, "seq_q": 16384, "head_dim": 64, "window": (255, 0)}, NEITHER),
         ({"heads": 16, "seq_q": 16384, "head_dim": 64, "window": (128, 128)}, BACKWARD_ONLY),
-        ({"heads": 16, "seq_q": 16384, "head_dim": 64, "window": (1023, 0)}, BACKWARD_ONLY),
+        ({"heads": 16, "seq_q": 16384, "head_dim": 64, "window": (511, 0)}, BACKWARD_ONLY),
         (
             {"heads": 64, "kv_heads": 16, "seq_q": 8192, "head_dim": 64, "window": (63, 0)},
             NEITHER,
@@ -605,9 +605,9 @@ def taken(problem):
             {"heads": 64, "kv_heads": 8, "seq_q": 8192, "head_dim": 64, "window": (127, 0)},
             BACKWARD_ONLY,
         ),
-        ({"heads": 16, "seq_q": 16384, "head_dim": 64, "window": (1024, 0)}, BOTH),
-        ({"heads": 16, "seq_q": 16384, "head_dim": 96, "window": (255, 0)}, BACKWARD_ONLY),
-        ({"heads": 16, "seq_q": 16384, "head_dim": 128, "window": (256, 0)}, BOTH),
+        ({"heads": 16, "seq_q": 16384, "head_dim": 64, "window": (512, 0)}, BOTH),
+        ({"heads": 16, "seq_q": 16384, "head_dim": 96, "window": (127, 0)}, BACKWARD_ONLY),
+        ({"heads": 16, "seq_q": 16384, "head_dim": 128, "window": (128, 0)}, BOTH),
         ({"heads": 16, "seq_q": 16384, "head_dim": 64, "window": (9, None)}, BOTH),
         ({"heads": 2, "seq_q": 8192, "head_dim": 128, "causal": True}, BOTH),
         ({"heads": 1, "seq_q": 16384, "head_dim": 128, "causal": True}, BACKWARD_ONLY),
@@ -831,7 +831,7 @@ def test_fp32_tiles_are_the_kernels(terms):
 )
 def test_few_tiles_are_counted_in_waves(heads, seq_q, causal, groups):
     """At D = 64, larger tiles are taken only if they make fewer waves, or if waves are many."""
-    tile = hopper.forward_tile(spec(heads, seq_q, 60), H200, causal=causal)
+    tile = hopper.forward_tile(spec(heads, seq_q, 60), H200, Options(0 if causal else None, 0.1))
     assert tile.consumers == groups
 
 
@@ -845,8 +845,9 @@ def test_tables():
     """A width between two in the table gets the tile of the next; too small ones have none."""
     gpu = replace(H200, num_sms=100)
 
-    def forward(head_dim, seq_q, *, causal, heads=1000):
-        return hopper.forward_tile(spec(heads, seq_q, head_dim), gpu, causal=causal)
+    def forward(head_dim, seq_q, *, causal, heads=1000, **options):
+        asked = Options(0 if causal else None, 0.1, **options)
+        return hopper.forward_tile(spec(heads, seq_q, head_dim), gpu, asked)
 
     def backward(head_dim, seq_q, *, deterministic, causal=True, heads=95):
         x = spec(heads, seq_q, head_dim)
@@ -859,6 +860,11 @@ def test_tables():
     assert forward(64, 2047, causal=False) == FORWARD[64, False][0]
     assert forward(64, 2048, causal=False) == FORWARD[64, False][2048]
     assert forward(64, 5000, causal=False).consumers == 3
+    assert forward(64, 9000, causal=True, left=4095).consumers == 3
+    assert forward(64, 9000, causal=True, left=4094) == FORWARD[64, True][0]
+    assert forward(64, 9000, causal=True, bounds=1) == FORWARD[64, True][0]
+    assert forward(64, 5000, causal=False, bounds=1) == FORWARD[64, True][0]
+    assert forward(64, 5000, causal=False, alibi=1) == FORWARD[64, False][0]
     assert forward(32, 5000, causal=True) is None
     assert forward(32, 5000, causal=False, heads=1) is None
     assert forward(128, 5000, causal=False, heads=1) == FORWARD[128, False][0]

@@ -142,22 +142,22 @@ def _d256_splits(q: TensorSpec, k: TensorSpec, gpu: Gpu, options: Options) -> in
     return gqa_splits(q, k, tiles, gpu.num_sms, options)
 
 
-def forward_tile(
-    q: TensorSpec, gpu: Gpu, *, causal: bool, added: bool = False
-) -> HopperTile | None:
+def forward_tile(q: TensorSpec, gpu: Gpu, options: Options) -> HopperTile | None:
     """Return the forward's tile, or None where there is none."""
-    batch, heads, seq_q, head_dim = q.shape
+    causal, (batch, heads, seq_q, head_dim) = options.causal, q.shape
+    if options.bounds or options.added:  # three consumers would have too few registers each
+        return _from(rows.FORWARD, head_dim, 0, causal=causal)
 
     def waves(tile: HopperTile) -> int:
         return cdiv(batch * heads * cdiv(seq_q, tile.block_q), gpu.num_sms)
 
     small_grid = rows.FEW_WAVES_FORWARD.get((columns(head_dim), causal))
-    if small_grid and not added and waves(small_grid[0]) < rows.FEW_WAVES:
+    if small_grid and waves(small_grid[0]) < rows.FEW_WAVES:
         # A wave takes 4/3 of the time with three consumers, which share its prologue.
         return min(small_grid, key=lambda tile: waves(tile) * (tile.consumers + 1))
-    found = _from(rows.FORWARD, head_dim, seq_q, causal=causal)
-    # With ALiBi or a bias, three consumers have too few registers each.
-    return replace(found, consumers=2) if found and added else found
+    # By a causal mask, a query sees half of the keys on average.
+    queries = int(min(seq_q, 2 * options.window_keys))
+    return _from(rows.FORWARD, head_dim, queries, causal=causal)
 
 
 def tile_of_bias(tile: HopperTile, head_dim: int) -> HopperTile:
@@ -174,7 +174,7 @@ def forward(
         return _forward_fp32(q, k, v, gpu, options)
     found: HopperTile | None = rows.NARROW_FORWARD
     if v.shape[3] == q.shape[3]:
-        found = forward_tile(q, gpu, causal=options.causal, added=options.added)
+        found = forward_tile(q, gpu, options)
     if found and options.bias is not None and not is_relative(options.bias):
         found = tile_of_bias(found, q.shape[3])
     if isinstance(tile, HopperTile):

@@ -22,7 +22,7 @@ from flashattn.measure.timing import HostTime
 from flashattn.problem import Problem
 from flashattn.registry import Impl
 from flashattn.report.studies.integrations import ACTIVATED, FATTN, LENGTHS
-from flashattn.testing.graph import prepared
+from flashattn.testing.graph import Call, prepared
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.sweep import grid
 from flashattn.testing.verifier import Verifier
@@ -107,48 +107,60 @@ ENTRIES = {
 }
 
 
-@pytest.fixture
-def kernels(case, device, left_out):
-    """Return a function that returns the context of a call, or skips the case."""
-
-    def enter():
-        if case.attention != ACTIVATED:
-            return nullcontext()
-        left_out(None if device.type == "cuda" else "our kernels are interpreted: not a speed")
-        return sdpa.enabled()
-
-    return enter
+def interpreted(case, device):
+    """Return why a case is not timed where our kernels are interpreted, or None."""
+    ours = case.attention == ACTIVATED and device.type != "cuda"
+    return "our kernels are interpreted: not a speed" if ours else None
 
 
-def bench_device(device_benchmark, case, facts, device, kernels):
-    """Verify a pass, compare its bits with those of ``attention``, and time it on the device."""
-    problem, passes = Problem.parse(case.problem), facts["pass"]
-    facts["part"] = "device"
-    with kernels():
+def context_of(case):
+    """Return a new context in which SDPA is what the case asks for."""
+    return sdpa.enabled() if case.attention == ACTIVATED else nullcontext()
+
+
+def in_context(case, call, *args):
+    """Return what a call returns in the context of a case."""
+    with context_of(case):
+        return call(*args)
+
+
+def prepare(device, item, facts):
+    """Return the call of a case after checking its results and comparing their bits."""
+    case = item.callspec.params["case"]
+    problem, passes = Problem.parse(case.problem), dict(case.facts)["pass"]
+    with context_of(case):
         verifier = Verifier(ENTRIES[case.attention], problem, device, facts)
         verifier.admit(passes)
-        (call, _), got = prepared(passes, ENTRIES[case.attention], problem, device)
+        (call, setup), got = prepared(passes, ENTRIES[case.attention], problem, device)
         try:
             verifier.check(**got)
         except AssertionError as error:
             if case.attention != "sdpa":
                 raise
             pytest.xfail(str(error))
-        _, ours = prepared(passes, ENTRIES["attention"], problem, device)
-        facts["same_bits"] = all(torch.equal(x, ours[n]) for n, x in got.items() if x is not None)
-        device_benchmark.time(call)
+    _, ours = prepared(passes, ENTRIES["attention"], problem, device)
+    facts["same_bits"] = all(torch.equal(x, ours[n]) for n, x in got.items() if x is not None)
+    return Call(partial(in_context, case, call), setup)
 
 
-def bench_host(device_benchmark, case, facts, device, kernels):
+def bench_device(time_call, case, facts, device, left_out):
+    """Verify a pass, compare its bits with those of ``attention``, and time it on the device."""
+    facts["part"] = "device"
+    left_out(interpreted(case, device))
+    time_call(partial(prepare, device))
+
+
+def bench_host(device_benchmark, case, facts, device, left_out):
     """Time the host in a call so small that the device finishes first."""
     facts["part"] = "host"
+    left_out(interpreted(case, device))
     problem, run = Problem.parse(case.problem), partial(ENTRIES[case.attention].call, causal=True)
     inputs, (grad_o, _) = make_inputs(problem, device=device), make_grads(problem, device=device)
     call = partial(run, *inputs)
     if facts["pass"] != "forward":
         inputs = [x.requires_grad_() for x in inputs]
         call = lambda: torch.autograd.grad(run(*inputs), inputs, grad_o)  # noqa: E731
-    with kernels():
+    with context_of(case):
         device_benchmark.clock = HostTime(device_benchmark.clock.synchronize)
         device_benchmark.time(call, rounds=10)
 

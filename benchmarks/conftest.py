@@ -25,7 +25,7 @@ from flashattn.testing.journal import STARTED
 from flashattn.testing.kept import HEADER, JOURNAL, MADE_BEFORE
 from flashattn.testing.sweep import DEVICE, IN_ANY_ORDER, Point, study_and_name, sweep_name
 from flashattn.testing.train_case import MODELS, Trained, costs, forget_models, problem_of
-from flashattn.testing.turns import turn_of
+from flashattn.testing.turns import Prepare, turn_of
 from flashattn.testing.verifier import Verifier
 
 HERE = Path(__file__).parent
@@ -215,10 +215,36 @@ def snapshots(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture
+def time_call(
+    request: pytest.FixtureRequest, device_benchmark: DeviceBenchmark, clock: Clock
+) -> Callable[..., None]:
+    """Return a function that checks and times the call that ``prepare`` returns for a case.
+
+    On a GPU it takes turns with those cases of its group that ``takes`` says can.
+    """
+    item, made_before = request.node, request.config.stash[MADE_BEFORE]
+
+    def time(prepare: Prepare, takes: Callable[[pytest.Item], bool] = lambda _: True) -> None:
+        def takes_turns(item: pytest.Item) -> bool:
+            return item.nodeid not in made_before and takes(item)
+
+        facts, turn = device_benchmark.extra_info, None
+        if device_benchmark.enabled and clock.takes_turns and takes_turns(item):
+            turn = turn_of(item, prepare, clock, takes=takes_turns)
+        if turn is None:
+            call, setup = prepare(item, facts)
+            device_benchmark.time(call, setup=setup)
+            return
+        facts.update(turn.facts)
+        item.stash[STARTED] = turn.began
+        device_benchmark.replay(turn.samples, tells=f"{clock.tells}, in turns")
+
+    return time
+
+
+@pytest.fixture
 def time_pass(
-    request: pytest.FixtureRequest,
-    device_benchmark: DeviceBenchmark,
-    clock: Clock,
+    time_call: Callable[..., None],
     impl: Impl,
     problem: Problem,
     device: torch.device,
@@ -236,17 +262,8 @@ def time_pass(
         return reason(impl, passes) or interpreted(impl)
 
     def time(passes: str, *, learned: bool = False) -> None:
-        item, facts, turn = request.node, device_benchmark.extra_info, None
         prepare = partial(_prepare, passes, problem, device, learned=learned, why_not=why_not)
-        if device_benchmark.enabled and clock.takes_turns and _takes_turns(item):
-            turn = turn_of(item, prepare, clock, takes=_takes_turns)
-        if turn is None:
-            call, setup = prepare(item, facts)
-            device_benchmark.time(call, setup=setup)
-            return
-        facts.update(turn.facts)
-        item.stash[STARTED] = turn.began
-        device_benchmark.replay(turn.samples, tells=f"{clock.tells}, in turns")
+        time_call(prepare, takes=_is_fast)
 
     yield time
     if impl.compiles:
@@ -284,10 +301,9 @@ def _prepare(
     return call
 
 
-def _takes_turns(item: pytest.Item) -> bool:
-    """Return whether a case takes turns: it is not slow, and was not timed before a resume."""
-    impl = item.callspec.params["impl"]  # type: ignore[attr-defined]
-    return impl not in SLOW and item.nodeid not in item.config.stash[MADE_BEFORE]
+def _is_fast(item: pytest.Item) -> bool:
+    """Return whether a case takes turns."""
+    return item.callspec.params["impl"] not in SLOW  # type: ignore[attr-defined]
 
 
 @pytest.fixture

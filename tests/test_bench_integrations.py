@@ -50,6 +50,20 @@ def test_every_kind_is_timed(bench, device):
     assert 0 <= rows["step", "fattn"]["gradient_error"] < 1e-4
 
 
+def test_calls_on_a_device_take_turns(bench, monkeypatch):
+    """SDPA and a direct call are timed in turns."""
+    monkeypatch.setattr(timing.HostClock, "takes_turns", True)
+    monkeypatch.setattr(timing, "clock_of", lambda _: timing.HostClock())  # on a GPU, too
+    monkeypatch.setattr(timing, "MOST_ROUNDS", 5)
+    rows = bench("bench_device and forward")
+    timed = [row for row in rows.values() if row["status"] == "ok"]
+    assert len(timed) >= 2
+    for row in timed:
+        assert row["clock"].endswith("in turns")
+        assert row["part"] == "device"
+        assert row["rounds"] == 5
+
+
 def test_wrong_gradients_and_broken_peers(bench, monkeypatch):
     """Ours with wrong gradients fails; a peer that raises is an expected failure; rows say why."""
 

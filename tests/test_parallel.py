@@ -1,4 +1,4 @@
-"""Workers start for folders, merge what they report, and end tests that hang."""
+"""Workers start for many tests, merge what they report, and end tests that hang."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -145,8 +145,10 @@ def test_workers_for_a_gpu_mix_tests(monkeypatch, on_gpu, worker):
         (["tests"], {}, "auto"),
         (["tests/mutants"], {}, "auto"),
         (["tests", "tests/mutants"], {}, "auto"),
+        (["tests/test_a.py", "tests/mutants"], {}, "auto"),
+        (["tests/test_a.py", "tests/test_a.py"], {}, "auto"),
         (["tests/test_a.py"], {}, None),
-        (["tests/test_a.py::test_b"], {}, None),
+        (["tests/test_a.py::test_b", "tests/test_a.py::test_c"], {}, None),
         (["benchmarks"], {}, None),
         (["tests", "benchmarks"], {}, None),
         (["tests"], {"usepdb": True}, None),
@@ -157,9 +159,10 @@ def test_workers_for_a_gpu_mix_tests(monkeypatch, on_gpu, worker):
     ],
 )
 def test_where_workers_start(tmp_path, arguments, options, wanted):
-    """Workers start for folders of tests, unless few tests or one process are asked for."""
+    """Workers start for folders and several files, unless one process is asked for."""
     for folder in ("tests/mutants", "benchmarks"):
         (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "tests/test_a.py").touch()
     option = SimpleNamespace(
         **{"numprocesses": None, "dist": "no", "maxschedchunk": None} | options
     )

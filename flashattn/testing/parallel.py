@@ -1,7 +1,7 @@
 """pytest plugin: ``pytest tests`` uses every core; tests marked ``alone`` run by themselves.
 
-Folders of tests run in pytest-xdist's workers. Files and single tests named on the command line run
-in one process, and so does everything under ``--pdb``, ``--lf``, ``--stepwise`` or ``-n 0``.
+Folders and several files of tests run in pytest-xdist's workers. One file, or single tests, run in
+one process, and so does everything under ``--pdb``, ``--lf``, ``--stepwise`` or ``-n 0``.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Start workers if whole folders of tests are run and no option says otherwise."""
+    """Start workers if folders or several files of tests are run and no option says otherwise."""
     option = config.option
     if not config.pluginmanager.has_plugin("xdist") or hasattr(config, "workerinput"):
         return
-    if option.numprocesses is None and option.dist == "no" and _folders(config):
+    if option.numprocesses is None and option.dist == "no" and _many(config):
         option.numprocesses = "auto"
     if option.numprocesses:
         # Tests multiply small matrices, for which threads of numpy's BLAS wait for one another.
@@ -58,13 +58,15 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         option.benchmark_disable = True  # else pytest-benchmark warns that workers disable it
 
 
-def _folders(config: pytest.Config) -> bool:
-    """Return whether all arguments are the folder ``tests``, or folders in it."""
+def _many(config: pytest.Config) -> bool:
+    """Return whether the arguments are folders or several files in the folder ``tests``."""
     if any(config.getoption(name, None) for name in ONE_PROCESS):
         return False
     tests, here = config.rootpath / "tests", config.invocation_params.dir
     paths = [here / argument for argument in config.args]
-    return all(path.is_dir() and path.resolve().is_relative_to(tests) for path in paths)
+    if not all(path.exists() and path.resolve().is_relative_to(tests) for path in paths):
+        return False
+    return len(paths) > 1 or any(path.is_dir() for path in paths)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -107,8 +107,8 @@ ENTRIES = {
 }
 
 
-def interpreted(case, device):
-    """Return why a case is not timed where our kernels are interpreted, or None."""
+def why_not_timed(case, device):
+    """Return why a case is not timed, or None: our kernels may be interpreted."""
     ours = case.attention == ACTIVATED and device.type != "cuda"
     return "our kernels are interpreted: not a speed" if ours else None
 
@@ -146,14 +146,14 @@ def prepare(device, item, facts):
 def bench_device(time_call, case, facts, device, left_out):
     """Verify a pass, compare its bits with those of ``attention``, and time it on the device."""
     facts["part"] = "device"
-    left_out(interpreted(case, device))
+    left_out(why_not_timed(case, device))
     time_call(partial(prepare, device))
 
 
 def bench_host(device_benchmark, case, facts, device, left_out):
     """Time the host in a call so small that the device finishes first."""
     facts["part"] = "host"
-    left_out(interpreted(case, device))
+    left_out(why_not_timed(case, device))
     problem, run = Problem.parse(case.problem), partial(ENTRIES[case.attention].call, causal=True)
     inputs, (grad_o, _) = make_inputs(problem, device=device), make_grads(problem, device=device)
     call = partial(run, *inputs)

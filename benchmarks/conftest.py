@@ -302,7 +302,7 @@ def _prepare(
 
 
 def _is_fast(item: pytest.Item) -> bool:
-    """Return whether a case takes turns."""
+    """Return whether a case's implementation is none of ``SLOW``."""
     return item.callspec.params["impl"] not in SLOW  # type: ignore[attr-defined]
 
 

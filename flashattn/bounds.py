@@ -218,7 +218,8 @@ def _document_bounds(
     )
     keys = _interval(own, other, seq_q, left, right, bottom_right=bottom_right)
     queries = _interval(other, own, seq_kv, right, left, bottom_right=bottom_right)
-    # Keys before the first document visit no tile: none of these queries waits for their dq.
+    # Keys before the first document get (0, 0), so they visit no tile, and no tile of queries waits
+    # for their part of dq.
     queries = queries.masked_fill(torch.arange(seq_kv, device=own.device)[:, None] < other[0], 0)
     return keys[None], queries[None]
 

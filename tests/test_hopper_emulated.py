@@ -45,6 +45,7 @@ from flashattn.testing.accuracy import (
 from flashattn.testing.inputs import make_grads, make_inputs
 from flashattn.testing.layouts import LAYOUTS, scattered
 from flashattn.testing.results import assert_same_bits
+from flashattn.testing.sample import hidden_rows
 
 pytestmark = pytest.mark.interpreter
 MUTANTS = Path(__file__).parent / "mutants" / "mutants.py"
@@ -369,13 +370,6 @@ def test_scores(asked, seed):
     assert first.startswith("flashattn_hopper_fwd")
 
 
-def hidden(problem):
-    """Return which queries see no key, and which keys no query sees."""
-    rows = problem.mask, problem.seq_q, problem.seq_kv, torch.device("cpu")
-    bounds = bounds_of_lengths(problem.documents, problem.prefix, *rows)
-    return bounds.fully_masked[0], bounds.unseen_keys[0]
-
-
 # Queries without keys, and keys without queries: before, between and after the others.
 WITH_GAPS = (10, 0), (0, 70), (60, 100), (0, 140), (70, 0), (90, 90)
 
@@ -394,19 +388,18 @@ WITH_GAPS = (10, 0), (0, 70), (60, 100), (0, 140), (70, 0), (90, 90)
 def test_what_is_in_no_document(head_dim, config, how, score):
     """Keys that no query sees and queries that see none may be NaN, and o and gradients are 0.
 
-    Tiles of 168 columns are stored in two pieces.
+    The last tiles hold nothing else. Tiles of 168 columns are stored in two pieces.
     """
-    sizes = {"heads": 2, "kv_heads": 1, "seq_q": 290, "seq_kv": 450, "head_dim": head_dim}
+    sizes = {"heads": 2, "kv_heads": 1, "seq_q": 390, "seq_kv": 530, "head_dim": head_dim}
     problem = bf16(**sizes, documents=WITH_GAPS, **score)
-    case, results, (dead, unseen) = Sample(problem=problem).draw(), [], hidden(problem)
+    drawn, results = Sample(problem=problem).draw(), []
+    dead, unseen = hidden_rows(problem, torch.device("cpu"))
     for value in (0.0, float("nan")):
-        q, k, v, grad_o = (x.clone() for x in (*case.inputs, case.grad_o))
-        q[:, :, dead], k[:, :, unseen], v[:, :, unseen], grad_o[:, :, dead] = (value,) * 4
-        inputs = [x.requires_grad_() for x in (q, k, v)]
-        leaves = [*inputs, *(x.requires_grad_() for x in case.scored.values())]
+        case = drawn.with_hidden(value)
+        leaves = [x.requires_grad_() for x in (*case.inputs, *case.scored.values())]
         with emulated(num_sms=2):
-            o, _ = attend(problem, config, how)(*inputs, **case.scored)
-            results.append([o, *torch.autograd.grad(o, leaves, grad_o)])
+            o, _ = attend(problem, config, how)(*case.inputs, **case.scored)
+            results.append([o, *torch.autograd.grad(o, leaves, case.grad_o)])
     for name, one, other in zip(("o", "dq", "dk", "dv", "dsink"), *results, strict=False):
         assert_same_bits(name, one, other)
     for x, where in zip(results[1][:4], (dead, dead, unseen, unseen), strict=True):

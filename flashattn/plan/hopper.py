@@ -155,7 +155,7 @@ def forward_tile(q: TensorSpec, gpu: Gpu, options: Options) -> HopperTile | None
     if small_grid and waves(small_grid[0]) < rows.FEW_WAVES:
         # A wave takes 4/3 of the time with three consumers, which share its prologue.
         return min(small_grid, key=lambda tile: waves(tile) * (tile.consumers + 1))
-    # By a causal mask, a query sees half of the keys on average.
+    # A query sees as many keys by a window as, on average, by a causal mask over twice its length.
     queries = int(min(seq_q, 2 * options.window_keys))
     return _from(rows.FORWARD, head_dim, queries, causal=causal)
 

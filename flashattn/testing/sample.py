@@ -98,6 +98,15 @@ class Case:
             grad_lse=grad_lse,
         )
 
+    def with_hidden(self, value: float) -> Case:
+        """Return a case with ``value`` in all ``hidden_rows``, also of grad_o."""
+        dead, unseen = hidden_rows(self.problem, self.inputs[0].device)
+        q, k, v = (x.clone() for x in self.inputs)
+        q[:, :, dead], k[:, :, unseen], v[:, :, unseen] = value, value, value
+        if self.grad_o is None:
+            return replace(self, inputs=(q, k, v))
+        return replace(self, inputs=(q, k, v), grad_o=self.grad_o.masked_fill(dead[:, None], value))
+
     @property
     def bounds(self) -> Bounds | None:
         """Return the bounds of the problem, see ``bounds_of``."""
@@ -118,6 +127,18 @@ def bounds_of(p: Problem, device: torch.device) -> Bounds | None:
     if not p.by_rows or p.documents == "unknown":
         return None
     return bounds_of_lengths(p.documents, p.prefix, p.mask, p.seq_q, p.seq_kv, device)
+
+
+def hidden_rows(p: Problem, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which queries see no key, bool [T], and which keys no query sees, bool [S].
+
+    Raises:
+        ValueError: the problem has no bounds of rows.
+    """
+    bounds = bounds_of(p, device)
+    if bounds is None:
+        raise ValueError(f"wanted documents or a prefix, got {p}")
+    return bounds.fully_masked[0], bounds.unseen_keys[0]
 
 
 def run(call: Call, case: Case, *, dtype: torch.dtype | None = None) -> Outputs:

@@ -208,7 +208,7 @@ def clean_keys(WARPGROUP: gl.constexpr, k, v, start_kv, mask):
 
 @gluon.jit
 def clean_queries(WARPGROUP: gl.constexpr, queries, grads, n, start_q, mask, t):
-    """Do the same for this warpgroup's half of queries and dO of the n-th tile, for both."""
+    """Likewise zero this warpgroup's half of the n-th queries and dO, all of which both read."""
     if mask.rows:  # noqa: SIM102 - when compiled; the next, when run
         if has_empty(mask.keys, mask.seq_q, start_q, t.block_q):
             HALF: gl.constexpr = t.block_q // 2

@@ -15,9 +15,9 @@ from flashattn.kernels.hopper.compat import aggregate
 
 @gluon.jit
 def has_empty(bounds, rows, start, SIZE: gl.constexpr):
-    """Return whether any of SIZE rows from ``start`` has an empty interval in bounds of ``rows``.
+    """Return whether any of SIZE intervals from ``start`` on, of ``rows`` in bounds, is empty.
 
-    None has if the first and the last of them share a row: then all do, as no end decreases.
+    If the first and the last overlap, none is: no end decreases from one interval to the next.
     """
     first, last = gl.minimum(start, rows - 1), gl.minimum(start + SIZE, rows) - 1
     found = gl.load(bounds + 2 * last) >= gl.load(bounds + 2 * first + 1)
@@ -30,7 +30,7 @@ def has_empty(bounds, rows, start, SIZE: gl.constexpr):
 
 @gluon.jit
 def clear_empty(tile, bounds, rows, start):
-    """Zero the rows of a tile in shared memory, which starts at row ``start``, likewise.
+    """Zero the rows of a tile in shared memory whose intervals are empty; ``start`` is its first.
 
     They may hold NaN, which a P of 0 does not cancel.
     """

@@ -218,9 +218,9 @@ def new_pipeline(
 
 @gluon.jit
 def clear_tiles(pipelines, n, start, bounds, rows):
-    """Zero the rows of the n-th tiles that have an empty interval in bounds of ``rows`` rows.
+    """Zero the rows of the n-th tiles whose intervals in bounds are empty.
 
-    They may be NaN. All warpgroups may call this at once: they write the same numbers.
+    All warpgroups may call this at once: they write the same numbers.
     """
     if bounds is not None:  # noqa: SIM102 - when compiled; the next, when run
         if has_empty(bounds, rows, start, pipelines[0].tiles.shape[3]):

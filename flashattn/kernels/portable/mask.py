@@ -88,7 +88,7 @@ def live_queries(start_q, band, sizes, BLOCK: tl.constexpr):
 
 @triton.jit
 def whole_tiles(full_begin, full_end, end):
-    """Return the bounds of the tiles of which every query sees every key, clamped to ascend."""
+    """Return (begin, stop) of the tiles whose keys all queries see: begin <= stop <= end."""
     begin = tl.minimum(full_begin, end)
     return begin, tl.maximum(tl.minimum(full_end, end), begin)
 

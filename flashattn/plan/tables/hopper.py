@@ -87,7 +87,7 @@ FORWARD_FROM = {
 }
 # The longest window, in keys, for which the portable kernels are faster, by the most columns; in
 # the backward, times the query heads that share keys. A short window hides much of a tile of 128
-# keys, and most time goes into the start and end of a query tile. Measured: H200s, bf16, 8192 and
+# keys, and most time goes into the start and end of a query tile. Measured: H200s, bf16, 4096 to
 # 16 384 tokens, 2026-11-29 (docs/tuning-log.md).
 FORWARD_WINDOW, BACKWARD_WINDOW = {64: 512, 128: 128}, {64: 256}
 FORWARD_FP32_FROM = {False: 0.75, True: 1}  # by mask

@@ -22,7 +22,7 @@ from flashattn.kernels.constants import LN2
 from flashattn.kernels.hopper.bias import as_scores, new_bias
 from flashattn.kernels.hopper.compat import store_tile
 from flashattn.kernels.hopper.config import SIZES
-from flashattn.kernels.hopper.mask import Mask, descending_run, ordered_runs
+from flashattn.kernels.hopper.mask import Mask, descending_run, has_empty, ordered_runs
 from flashattn.kernels.hopper.mma import (
     ROWS,
     acc_wait,
@@ -166,6 +166,10 @@ def mainloop_step(
     acc = rescale(acc, alpha, mask, t, LATER=True)
     p = unpack(p, q.dtype, t.v_lo)
     acc = mma_pv(p, values.consumer_wait(n), acc, t.v_lo, t.v_hi)
+    unclean = False
+    if MASKED and mask.rows:  # noqa: SIM102 - when compiled; the next, when run
+        if not whole:
+            unclean = has_empty(mask.queries, mask.seq_kv, start_kv, t.block_kv)
     if bias is not None:
         bias = as_scores(bias)
     s = score.capped(mma_wait(s, products(t.v_hi)))
@@ -186,8 +190,8 @@ def mainloop_step(
     acc = acc_wait(acc, 0, t.v_hi)
     keys.consumer_release(n + 1)
     if MASKED and mask.rows:  # noqa: SIM102 - when compiled; the next, when run
-        if not whole:
-            clear_tiles((values,), n + 1, start_kv, mask.queries, mask.seq_kv)
+        if unclean:
+            values.clear_empty(n + 1, mask.queries, mask.seq_kv, start_kv)
     return rescale(acc, alpha, mask, t, LATER=False), alpha, p, m_new, l
 
 

@@ -164,6 +164,16 @@ class Pipeline:
         return tile
 
     @gluon.jit
+    def clear_empty(self, n, bounds, rows, start):
+        """Wait for the n-th tile, which begins at row ``start``, and clear its empty rows."""
+        tile = self.consumer_wait(n)
+        if self.high is None:
+            clear_empty(tile, bounds, rows, start)
+        else:
+            clear_empty(tile.low, bounds, rows, start)
+            clear_empty(tile.high, bounds, rows, start)
+
+    @gluon.jit
     def term(self, at):
         """Return a tile [rows, columns] by its index among all terms of all stages."""
         tile = self.tiles.index(at)
@@ -225,12 +235,7 @@ def clear_tiles(pipelines, n, start, bounds, rows):
     if bounds is not None:  # noqa: SIM102 - when compiled; the next, when run
         if has_empty(bounds, rows, start, pipelines[0].tiles.shape[3]):
             for i in gl.static_range(len(pipelines)):
-                tile = pipelines[i].consumer_wait(n)
-                if pipelines[i].high is None:
-                    clear_empty(tile, bounds, rows, start)
-                else:
-                    clear_empty(tile.low, bounds, rows, start)
-                    clear_empty(tile.high, bounds, rows, start)
+                pipelines[i].clear_empty(n, bounds, rows, start)
 
 
 @aggregate

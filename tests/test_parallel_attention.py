@@ -196,6 +196,13 @@ def check_tensor_parallel(both):
     for kinds in ((Shard(1), Shard(2)), (Shard(2), Shard(3)), (Replicate(), Shard(1))):
         with pytest.raises(ValueError, match="wanted batches or heads sharded evenly"):
             shared(*(placed(x, *kinds) for x in inputs), **how)
+    three = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("rows", "heads", "more"))
+    kinds = Shard(2), Shard(1), Shard(1)  # two heads of keys over four ranks
+    with pytest.raises(ValueError, match="wanted batches or heads sharded evenly"):
+        shared(
+            *(distribute_tensor(x, three, kinds, src_data_rank=None) for x in inputs),
+            **how | {"mesh": three["rows"]},
+        )
 
 
 def check_compiled(mesh):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -266,8 +267,9 @@ def _of_dtensors(
         raise ValueError(f"q, k, v: wanted DTensors placed alike, got {placed}")
     q, k, _ = shared
     names = q.device_mesh.mesh_dim_names or ()
+    ways = prod(q.device_mesh.size(i) for i, kind in enumerate(q.placements) if kind == Shard(1))
     for i, kind in enumerate(q.placements):
-        along, ways = names[i : i + 1] == (mesh.mesh_dim_names or ()), q.device_mesh.size(i)
+        along = names[i : i + 1] == (mesh.mesh_dim_names or ())
         length = (q.shape[2], k.shape[2]) if along and length is None else length
         fits = kind in STAYS and not (kind == Shard(1) and k.shape[1] % ways)
         if not (kind == Shard(2) if along else fits):

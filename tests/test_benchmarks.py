@@ -255,6 +255,7 @@ def saved(pytester, name, accelerator=FOLDER, *, dirty=False):
         (["--benchmark-compare=a/b/c"], "no kept run is called a/b/c"),
         (["--benchmark-compare=0003"], "0003_x.json: wanted a saved run, got *"),
         (["-n", "2"], "pytest benchmarks runs in one process*wanted no -n"),
+        (["-p", "no:benchmark"], "wanted no -p no:benchmark"),
         (["--part", "0/3"], "--part: wanted I/N"),
         (["--part", "4/3"], "--part: wanted I/N"),
         (["--part", "two"], "--part: wanted I/N"),

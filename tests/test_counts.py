@@ -356,10 +356,11 @@ def test_what_cannot_be_counted_is_no_pass(check, capsys, monkeypatch):
         assert check(*arguments) == (command.UNPROVEN, "UNPROVEN: it needs an older numpy\n")
     assert not check.path.exists()
     assert check("--only", "no such case")[0] == 2
-    with pytest.raises(SystemExit) as stopped:
-        command.main(["--only", "same"])
-    assert stopped.value.code == 2
-    assert "wanted a kind" in capsys.readouterr().err
+    for pattern, reason in {"same": "wanted a kind", "(": "'(' is no regular expression"}.items():
+        with pytest.raises(SystemExit) as stopped:
+            command.main(["--only", pattern])
+        assert stopped.value.code == 2
+        assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("kind", nargs="?", choices=KINDS, help="what to count (default: both)")
     parser.add_argument(
-        "--only", default="", type=re.compile, metavar="REGEX", help="cases whose names it matches"
+        "--only", default="", type=_pattern, metavar="REGEX", help="cases whose names it matches"
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of what is expected")
     parser.add_argument("--all", action="store_true", help="compile what has not changed, too")
     parser.add_argument("--rewrite", action="store_true", help="expect what is counted now")
     return parser
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
 
 
 def _check(kind: str, options: argparse.Namespace) -> int:

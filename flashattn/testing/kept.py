@@ -38,6 +38,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Keep runs in a folder named after the accelerator, in files named after the commit."""
+    if not config.pluginmanager.has_plugin("benchmark"):
+        raise pytest.UsageError(
+            "pytest benchmarks needs pytest-benchmark; wanted no -p no:benchmark"
+        )
     option = config.option
     folder = config.rootpath / ".benchmarks" / accelerator(DEVICE)
     commit = _commit(get_commit_info())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection
 
 TINY_SCALE = 2.0**-64  # below it lse / scale may overflow, and some implementations refuse it
@@ -22,15 +22,15 @@ def check_among(name: str, value: object, wanted: Collection[object]) -> None:
         raise ValueError(f"{name}: wanted one of {', '.join(map(str, wanted))}, got {value!r}")
 
 
-def check_scale(scale: float | None, head_dim: int) -> float:
+def check_scale(scale: float | None, head_dim: int, name: str = "scale") -> float:
     """Return the factor on the scores: ``head_dim ** -0.5`` unless given.
 
     Raises:
-        ValueError: ``scale`` is not a finite number.
+        ValueError: ``scale``, called ``name``, is not a finite number.
     """
     if scale is None:
         return head_dim**-0.5
     number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if not (number and -math.inf < scale < math.inf):
-        raise ValueError(f"scale: wanted a finite number or None, got {scale!r}")
+    if not (number and abs(scale) <= sys.float_info.max):
+        raise ValueError(f"{name}: wanted a finite number or None, got {scale!r}")
     return float(scale)

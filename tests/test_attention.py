@@ -298,6 +298,8 @@ def test_a_name_never_falls_back(device):
         attention(q, k, v, impl="sdpa", sink=torch.ones(2, device=device))
     with pytest.raises(ValueError, match="impl: wanted one of triton, hopper, tiled, reference"):
         attention(q, k, v, impl="nobody")
+    with pytest.raises(ValueError, match=r"impl: wanted a name, got \['triton'\]"):
+        attention(q, k, v, impl=["triton"])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -378,7 +380,7 @@ def test_auto_takes_the_same_options_everywhere(device, name, monkeypatch):
 
 
 BAD = {
-    "scale: wanted a finite number": [torch.nan, torch.inf, "1", True, torch.ones(1)],
+    "scale: wanted a finite number": [torch.nan, torch.inf, "1", True, 10**400, torch.ones(1)],
     'causal: wanted False, True, "top_left" or "bottom_right"': ["middle", [], 2, None],
     "softcap: wanted a number from 1e-06 to 1000000 or None": [
         *(0, 0.0, -1.0, True, "50", 1e7, 1e-7, torch.nan, torch.inf, torch.ones(1)),

@@ -44,4 +44,6 @@ def test_rows(device):
     """Only the first dimension is indexed."""
     x, rows = torch.arange(6.0, device=device).view(3, 2), torch.tensor([2, 0], device=device)
     assert index_first_axis(x, rows).tolist() == [[4, 5], [0, 1]]
-    assert index_put_first_axis(x[:2], rows, 4).tolist() == [[2, 3], [0, 0], [0, 1], [0, 0]]
+    for indices in (rows, rows.int()):
+        put = index_put_first_axis(x[:2], indices, 4)
+        assert put.tolist() == [[2, 3], [0, 0], [0, 1], [0, 0]]

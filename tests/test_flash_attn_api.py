@@ -406,6 +406,14 @@ def test_bad_tensors(name, args, words):
         getattr(flash_attn, f"flash_attn_{name}")(*args)
 
 
+@pytest.mark.parametrize("used", [[2], 2, torch.tensor([2.0]), torch.tensor([1, 1])])
+@pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
+def test_bad_used_lengths(name, used):
+    """Numbers of used tokens are integers, one for each document."""
+    with pytest.raises(ValueError, match=rf"{name}: wanted integers \[1\] on cpu, got "):
+        flash_attn.flash_attn_varlen_func(*varlen(ENDS, ENDS), **{name: used})
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -417,7 +425,7 @@ def test_bad_tensors(name, args, words):
             for x in (3, (1,), (1, 2, 3), (-2, 5), (1.0, 2), (True, 0), None, "12")
         ),
         ({"causal": "top_left"}, "causal: wanted one of False, True, got 'top_left'"),
-        ({"softmax_scale": "x"}, "scale: wanted a finite number"),
+        ({"softmax_scale": "x"}, "softmax_scale: wanted a finite number"),
     ],
 )
 def test_bad_options(options, words):

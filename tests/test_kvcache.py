@@ -142,10 +142,47 @@ def test_what_we_lack_is_refused(name, device):
         ({"cache_seqlens": None}, "cache_seqlens: wanted where the new keys go"),
         ({"v": torch.ones(3, 2, 2, 16)}, r"v: wanted shape \[3, 1, 2, 16\], got \[3, 2, 2, 16\]"),
         ({"k": torch.ones(2, 1, 2, 16)}, r"k: wanted shape \[3, 1, 2, 16\], got \[2, 1, 2, 16\]"),
+        ({"k": [1]}, r"k: wanted a tensor \[batch, seqlen,"),
+        (
+            {"v": torch.ones(3, 1, 2, 16).half()},
+            "v: wanted torch.float32 on cpu, got torch.float16",
+        ),
+        ({"q": None}, r"q: wanted a tensor \[batch, seqlen,"),
+        ({"q": torch.ones(3, 1, 4, 16).half()}, "k_cache: wanted q's dtype, torch.float16"),
+        ({"q": torch.ones(3, 1, 3, 16)}, "k_cache: wanted a divisor of 3 heads, got 2"),
         ({"v_cache": torch.ones(3, KEYS, 16)}, r"v_cache: wanted a tensor \[batch, seqlen,"),
-        ({"k_cache": torch.ones(2, KEYS, 2, 16)}, "k_cache: wanted 3 sequences, got 2"),
-        ({"k_cache": torch.ones(3, KEYS, 2, 8)}, r"k_cache: wanted shape \[1, 24, 2, 16\]"),
+        ({"v_cache": torch.ones(2, KEYS, 2, 16)}, r"v_cache: wanted shape \[3, 24, 2, 16\]"),
+        (
+            {"q": torch.ones(4, 1, 4, 16), "k": None, "v": None},
+            "k_cache: wanted 4 sequences, got 3",
+        ),
+        ({"k_cache": torch.ones(3, KEYS, 2, 8)}, r"k_cache: wanted shape \[3, 24, 2, 16\]"),
         ({"window_size": 3}, "window_size: wanted"),
+        ({"softcap": -1.0}, "softcap: wanted"),
+        ({"softmax_scale": "x"}, "softmax_scale: wanted a finite number"),
+        ({"cache_seqlens": KEYS}, "cache_seqlens: wanted 0 ... 23, got 24"),
+        (
+            {"cache_seqlens": torch.tensor([3, -1, 3])},
+            r"cache_seqlens: wanted 0 ... 23, got \[3, -1",
+        ),
+        (
+            {"cache_seqlens": torch.tensor([3, KEYS, 3])},
+            r"cache_seqlens: wanted 0 ... 23, got \[3, 24",
+        ),
+        ({"cache_seqlens": torch.tensor([3])}, r"cache_seqlens: wanted integers \[3\] on cpu, got"),
+        ({"cache_seqlens": 2.7}, r"cache_seqlens: wanted integers \[3\] on cpu, got float"),
+        ({"cache_seqlens": True}, r"cache_seqlens: wanted integers \[3\] on cpu, got bool"),
+        (
+            {"cache_batch_idx": [0, 1, 2]},
+            r"cache_batch_idx: wanted integers \[3\] on cpu, got list",
+        ),
+        ({"cache_batch_idx": torch.tensor([0, -1, 2])}, "cache_batch_idx: wanted 0 ... 2, got"),
+        (
+            {"cache_batch_idx": torch.ones(3).bool()},
+            r"cache_batch_idx: wanted integers \[3\] on cpu",
+        ),
+        ({"cache_leftpad": torch.ones(3)}, r"cache_leftpad: wanted integers \[3\] on cpu, got"),
+        ({"cache_leftpad": torch.tensor([0, -1, 2])}, "cache_leftpad: wanted 0 ... 24, got"),
     ],
 )
 def test_bad_arguments(change, words):
@@ -153,10 +190,11 @@ def test_bad_arguments(change, words):
     names = ("q", "k_cache", "v_cache", "k", "v")
     tensors = drawn(torch.device("cpu"), (3, 1), (3, KEYS), (3, KEYS), (3, 1), (3, 1))
     given = dict(zip(names, tensors, strict=True)) | {"cache_seqlens": 3} | change
-    before = tensors[1].clone()
+    caches = [given[name] for name in ("k_cache", "v_cache")]
+    before = [x.clone() for x in caches]
     with pytest.raises(ValueError, match=words):
         flash_attn_with_kvcache(**given)
-    assert torch.equal(tensors[1], before)
+    assert all(map(torch.equal, caches, before))
 
 
 def test_no_sequences():

@@ -472,6 +472,9 @@ def test_varlen_out(device, active):
         got = aten._flash_attention_forward_no_dropout_inplace(out, q, k, v, *given)
     assert_same([out, got], [o, lse])
     assert len(active) == 2
+    for bad in (out.double(), out[None].repeat(2, 1, 1, 1)):
+        with pytest.raises(ValueError, match=r"^out: wanted \["), torch.no_grad():
+            aten._flash_attention_forward_no_dropout_inplace(bad, q, k, v, *given)
 
 
 @pytest.mark.parametrize("what", ["float64", "head_dim", "dropout_p"])

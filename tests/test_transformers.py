@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashattn import resolve
@@ -385,6 +386,20 @@ def test_scores_are_those_of_transformers(asked, data):
     leaves = [x for x in (q, k, v, *options.values()) if isinstance(x, torch.Tensor)]
     weights = torch.randn_like(wanted)
     for x, y in zip(*(torch.autograd.grad(o, leaves, weights) for o in (got, wanted)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("one", ["query", "keys"])
+def test_a_batch_of_one_is_broadcast(one):
+    """Learned queries have a batch of 1, and SDPA broadcasts them to the batch of the keys."""
+    batch = {"query": (1, 3), "keys": (3, 1)}[one]
+    q = torch.randn(batch[0], 4, 5, 8, requires_grad=True)
+    k, v = (torch.randn(batch[1], 2, 7, 8, requires_grad=True) for _ in range(2))
+    got, _ = drop_in._attend(SimpleNamespace(is_causal=False), q, k, v, None, impl="tiled")
+    wanted = sdpa(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(got, wanted.transpose(1, 2))
+    results = ((o, (q, k, v), torch.ones_like(o)) for o in (got, wanted))
+    for x, y in zip(*(torch.autograd.grad(*each) for each in results), strict=True):
         torch.testing.assert_close(x, y)
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from flashattn.checks import check_among
+from flashattn.checks import check_among, check_scale
+from flashattn.masks import INTEGERS
+from flashattn.score import check_softcap
 
 WindowSize = tuple[int | None, int | None]
 DENSE = ("batch", "seqlen", "nheads", "headdim")
@@ -53,6 +55,8 @@ def keywords(
     if list(map(_is_bound, bounds)) != [True, True]:
         wanted = "wanted (left, right), each an int from 0 on, or -1 or None for no bound"
         raise ValueError(f"window_size: {wanted}, got {window_size!r}")
+    check_scale(scale, 1, "softmax_scale")
+    check_softcap(on.get("softcap"))
     left, right = (None if x == -1 else x for x in bounds)
     on["sink"] = on.pop("learnable_sink", None)
     options = {"scale": scale, "deterministic": deterministic, "return_lse": return_lse, **on}
@@ -87,6 +91,22 @@ def check_shapes(tensors: dict[str, Any], layout: tuple[str, ...]) -> None:
         wanted = [*batch, *rows, x.shape[-1] if i else headdim]
         if list(x.shape) != wanted:
             raise ValueError(f"{name}: wanted shape {wanted}, got {shown(x)}")
+
+
+def check_integers(name: str, x: object, count: int, device: torch.device) -> torch.Tensor:
+    """Check that x is an int32 or int64 tensor [count] on the device, and return it.
+
+    Raises:
+        ValueError: x is not such a tensor.
+    """
+    if (
+        not isinstance(x, torch.Tensor)
+        or x.dtype not in INTEGERS
+        or (list(x.shape), x.device) != ([count], device)
+    ):
+        got = f"{x.dtype} {shown(x)} on {x.device}" if isinstance(x, torch.Tensor) else shown(x)
+        raise ValueError(f"{name}: wanted integers [{count}] on {device}, got {got}")
+    return x
 
 
 def unpacked(name: str, x: object, count: int, layout: tuple[str, ...]) -> tuple[Any, ...]:

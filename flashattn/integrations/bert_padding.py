@@ -16,7 +16,7 @@ def index_put_first_axis(
 ) -> torch.Tensor:
     """Return [first_axis_dim, ...] with the values [n, ...] in rows ``indices``, 0 elsewhere."""
     zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
-    return zeros.index_copy(0, indices, values)
+    return zeros.index_copy(0, indices.long(), values)
 
 
 def unpad_input(

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from flashattn.api import attention
-from flashattn.integrations.arguments import DENSE, WindowSize, check_shapes, keywords, shown
-from flashattn.masks import RowMask, rows
+from flashattn.arguments import autocast_dtype
+from flashattn.integrations.arguments import DENSE, WindowSize, check_integers, keywords, shown
+from flashattn.masks import RowMask, readable, rows
 from flashattn.resolve import kept
 
 
@@ -36,8 +37,8 @@ def flash_attn_with_kvcache(
     """Write new keys and values into a cache, in place, and then attend to the cache.
 
     Query i of a sequence is aligned with key i + length - seqlen_q, where the length includes the
-    new keys. There are no gradients. Lengths stay on the device, and the host does not wait for
-    them.
+    new keys. There are no gradients. Lengths and indices stay on the device: on a GPU the host
+    neither waits for their values nor checks them. Nothing is written if an argument is refused.
 
     Args:
         q: [batch, seqlen_q, nheads, headdim].
@@ -75,15 +76,25 @@ def flash_attn_with_kvcache(
         alibi_slopes=alibi_slopes, block_table=block_table, rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
     )  # fmt: skip
-    one = {"q": q, "k_cache": k_cache, "v_cache": v_cache}  # the caches may have more sequences
-    check_shapes({name: x[: min(len(q), 1)] for name, x in one.items()}, DENSE)
-    if cache_batch_idx is None and len(k_cache) < len(q):
+    _check_tensors(q, k_cache, v_cache, k, v)
+    new, room = 0 if k is None else k.shape[1], k_cache.shape[1]
+    if cache_seqlens is None and k is None:
+        cache_seqlens = room
+    ends = _lengths(cache_seqlens, q, room - new)
+    if cache_batch_idx is not None:
+        _check_values("cache_batch_idx", cache_batch_idx, q, len(k_cache) - 1)
+    elif len(k_cache) < len(q):
         raise ValueError(f"k_cache: wanted {len(q)} sequences, got {len(k_cache)}")
-    ends, new = _placed(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
+    if cache_leftpad is not None:
+        _check_values("cache_leftpad", cache_leftpad, q, room)
     sequences = slice(len(q)) if cache_batch_idx is None else cache_batch_idx
+    if k is not None and v is not None:
+        each = torch.arange(len(k_cache), device=q.device)[sequences]
+        at = each[:, None], ends[:, None].long() + torch.arange(new, device=q.device)
+        k_cache[at], v_cache[at] = k, v
     queries, keys, values = (x.transpose(1, 2) for x in (q, k_cache[sequences], v_cache[sequences]))
     window = how.pop("left"), how.pop("right")
-    single, heads = q.shape[1] == 1 and q.shape[2] % keys.shape[1] == 0, queries.shape[1]
+    single, heads = q.shape[1] == 1, queries.shape[1]
     if single:  # GQA packing: heads that share keys are queries of one tile
         queries = queries.reshape(len(q), keys.shape[1], heads // keys.shape[1], q.shape[3])
     sizes = q.shape[1], queries.shape[2] if single else 1, keys.shape[2]
@@ -100,35 +111,61 @@ def flash_attn_with_kvcache(
     return (o, lse) if return_softmax_lse else o
 
 
-def _placed(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    lengths: int | Tensor | None,
-    sequences: Tensor | None,
-) -> tuple[Tensor, int]:
-    """Write k and v after the cached keys; return the old lengths [batch] and how many are new."""
+def _check_tensors(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None
+) -> None:
+    """Check the shapes, dtypes and devices of tensors; only q may have a dtype of its own.
+
+    Raises:
+        ValueError: a tensor does not fit.
+    """
     if (k is None) != (v is None):
         raise ValueError("v: wanted new values where there are new keys, and none where not")
-    if k is not None and lengths is None:
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    given |= {} if k is None or v is None else {"k": k, "v": v}
+    for name, x in given.items():
+        if not isinstance(x, Tensor) or x.ndim != len(DENSE):
+            raise ValueError(f"{name}: wanted a tensor [{', '.join(DENSE)}], got {shown(x)}")
+    *cached, heads, _ = k_cache.shape
+    if not heads or q.shape[2] % heads:
+        raise ValueError(f"k_cache: wanted a divisor of {q.shape[2]} heads, got {heads} heads")
+    if q.dtype != k_cache.dtype and autocast_dtype(q) is None:
+        raise ValueError(f"k_cache: wanted q's dtype, {q.dtype}, got {k_cache.dtype}")
+    for name, x in list(given.items())[1:]:
+        rows = cached if "cache" in name else [len(q), given["k"].shape[1]]
+        width = q.shape[3] if name[0] == "k" else v_cache.shape[3]
+        if list(x.shape) != [*rows, heads, width]:
+            raise ValueError(f"{name}: wanted shape {[*rows, heads, width]}, got {shown(x)}")
+        if (x.dtype, x.device) != (k_cache.dtype, q.device):
+            wanted = f"{k_cache.dtype} on {q.device}"
+            raise ValueError(f"{name}: wanted {wanted}, got {x.dtype} on {x.device}")
+
+
+def _check_values(name: str, x: object, q: Tensor, most: int) -> Tensor:
+    """Return integers [batch], checked to be 0 ... ``most`` if the host can read them.
+
+    Raises:
+        ValueError: x is something else.
+    """
+    x = check_integers(name, x, len(q), q.device)
+    if readable(x) and ((x < 0) | (x > most)).any():
+        raise ValueError(f"{name}: wanted 0 ... {most}, got {x.tolist()}")
+    return x
+
+
+def _lengths(lengths: int | Tensor | None, q: Tensor, most: int) -> Tensor:
+    """Return the lengths [batch] before anything is written, at most ``most``.
+
+    Raises:
+        ValueError: they do not fit, or there are none although there are new keys.
+    """
+    if lengths is None:
         raise ValueError("cache_seqlens: wanted where the new keys go, got None")
-    if not isinstance(lengths, Tensor):
-        whole = k_cache.shape[1] if lengths is None else lengths
-        lengths = torch.full((len(q),), whole, dtype=torch.int32, device=q.device)
-    if k is None or v is None:
-        return lengths, 0
-    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        wanted = [len(q), k.shape[1], *cache.shape[2:]]
-        if list(x.shape) != wanted:
-            raise ValueError(f"{name}: wanted shape {wanted}, got {shown(x)}")
-    if sequences is None:
-        sequences = torch.arange(len(q), device=q.device)
-    at = lengths[:, None].long() + torch.arange(k.shape[1], device=q.device)
-    places = sequences[:, None].long(), at
-    k_cache[places], v_cache[places] = k, v
-    return lengths, k.shape[1]
+    if isinstance(lengths, int) and not isinstance(lengths, bool):
+        if not 0 <= lengths <= most:
+            raise ValueError(f"cache_seqlens: wanted 0 ... {most}, got {lengths}")
+        return torch.full((len(q),), lengths, dtype=torch.int32, device=q.device)
+    return _check_values("cache_seqlens", lengths, q, most)
 
 
 def _rows(

@@ -230,6 +230,9 @@ def _flash_attention_forward(
 
 def _flash_attention_forward_no_dropout_inplace(out: Tensor, *args: Any, **options: Any) -> Tensor:
     o, lse, *_ = _flash_attention_forward(*args, **options)
+    if (out.shape, out.dtype) != (o.shape, o.dtype):
+        wanted, got = (f"{list(x.shape)}, {x.dtype}" for x in (o, out))
+        raise ValueError(f"out: wanted {wanted}, got {got}")
     out.copy_(o)
     return lse
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flashattn.bounds import Bounds
+from flashattn.integrations.arguments import check_integers
 from flashattn.mask import Mask
-from flashattn.masks import INTEGERS
 from flashattn.resolve import bounds_of, check_documents, kept
 
 Used = Tensor | None
@@ -52,21 +52,13 @@ def bounds_of_packed(
     """
     if used[0] is not None or used[1] is not None:
         cu = check_documents(lengths, q, k, names)
-        _check_used(used, len(cu[0]) - 1, q.device)
+        for name, x in zip(("seqused_q", "seqused_k"), used, strict=True):
+            if x is not None:
+                check_integers(name, x, len(cu[0]) - 1, q.device)
         tensors = *cu, *(x for x in used if x is not None)
         kinds = tuple(x is None for x in used)
         lengths = kept(q, cu[0], tensors, ("used", kinds), lambda: _in_parts(*cu, *used))
     return bounds_of(q, k, mask, check_documents(lengths, q, k, names), None)
-
-
-def _check_used(used: tuple[Used, Used], documents: int, device: torch.device) -> None:
-    for name, x in zip(("seqused_q", "seqused_k"), used, strict=True):
-        if x is None:
-            continue
-        got = (x.dtype in INTEGERS, tuple(x.shape), x.device)
-        if got != (True, (documents,), device):
-            wanted = f"wanted integers [{documents}] on {device}"
-            raise ValueError(f"{name}: {wanted}, got {x.dtype} {list(x.shape)} on {x.device}")
 
 
 def _in_parts(cu_q: Tensor, cu_k: Tensor, used_q: Used, used_k: Used) -> tuple[Tensor, Tensor]:

@@ -277,9 +277,9 @@ def _attend(
 
     Args:
         module: the layer; its ``is_causal`` is used if there is neither mask nor ``is_causal``.
-        query: [B, H, T, D].
-        key: [B, G, S, D].
-        value: [B, G, S, Dv].
+        query: [B, H, T, D]; a batch of 1 is broadcast, as in SDPA.
+        key: [B, G, S, D], likewise.
+        value: [B, G, S, Dv], likewise.
         attention_mask: the result of ``_make_mask``; or a model's own [B or 1, H or 1, T, S],
             boolean or added to the scores; or None.
         dropout: must be 0.
@@ -302,6 +302,11 @@ def _attend(
         NotImplementedError: a keyword that is not supported.
     """
     _refuse(dropout, options)
+    if query.shape[0] != key.shape[0]:  # learned queries of a batch of 1
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (
+            x.expand(batch if len(x) == 1 else -1, -1, -1, -1) for x in (query, key, value)
+        )
     documents = _documents(cu_seq_lens_q, cu_seq_lens_k, len(query))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mask, bias = attention_mask, position_bias

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from flashattn.arguments import facts_of, of_one_width, only_v_differs_in_width, scored_by
+from flashattn.arguments import (
+    check_sizes,
+    facts_of,
+    of_one_width,
+    only_v_differs_in_width,
+    scored_by,
+)
 from flashattn.checks import check_among, check_scale
 from flashattn.gpus import gpu_of
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
@@ -14,7 +20,7 @@ from flashattn.plan.gpu import CARDS, Gpu
 from flashattn.plan.plan import Plan
 from flashattn.plan.spec import Family, TensorSpec
 from flashattn.problem import Problem
-from flashattn.resolve import Documents
+from flashattn.resolve import Documents, check_mask
 from flashattn.score import Relative
 
 FAMILIES: dict[str, Family] = {"auto": "auto", "triton": "triton", "hopper": "hopper"}
@@ -52,7 +58,7 @@ def explain(
         causal: as in ``attention``.
         window: as in ``attention``.
         documents: as in ``attention``; only whether they are given matters.
-        mask: as in ``attention``.
+        mask: as in ``attention``; only whether it is given matters.
         softcap: as in ``attention``.
         alibi_slopes: as in ``attention``; only whether they are given matters.
         bias: as in ``attention``; the plan includes its gradient.
@@ -68,6 +74,8 @@ def explain(
     Raises:
         ValueError: an argument does not fit, or these kernels cannot solve the problem.
     """
+    check_sizes(q, k, v)
+    check_among("deterministic", deterministic, (False, True))
     alike, device = [q, k, v], q.device
     if only_v_differs_in_width(q, k, v):
         scale, alike = check_scale(scale, q.shape[-1]), of_one_width(q, k, v)
@@ -75,7 +83,7 @@ def explain(
             q, k, v = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in alike)
     rows = documents is not None or mask is not None
     if rows:
-        Mask.of(causal, window)
+        check_mask(Mask.of(causal, window), mask)
         causal, window = False, UNBOUNDED
     scored = scored_by(q, k, v, alibi_slopes, bias, sink, packed=documents is not None)
     facts = facts_of(scored) | {"documents": "unknown" if rows else None}

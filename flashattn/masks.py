@@ -74,7 +74,7 @@ class RowMask(ABC):
 
     def __and__(self, other: RowMask) -> RowMask:
         """Return the mask under which a query sees the keys that both masks show."""
-        return _Both(self, other)
+        return _Both(self, other) if isinstance(other, RowMask) else NotImplemented
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,26 +272,43 @@ class _Head:
 @dataclass(frozen=True, eq=False)
 class _Of(RowMask):
     predicate: Predicate
+    most: tuple[int, int] | None = None  # the lengths of a BlockMask
 
     def rows(self, sizes: Sizes) -> Rows:
-        s = torch.arange(sizes.seq_kv, device=sizes.device)
-        b = torch.arange(sizes.batch, device=sizes.device)
+        lengths = sizes.seq_q, sizes.seq_kv
+        if self.most is not None and (lengths[0] > self.most[0] or lengths[1] > self.most[1]):
+            raise ValueError(f"mask: wanted T, S up to the BlockMask's {self.most}, got {lengths}")
         keys = torch.vmap(self.predicate, (None, None, None, 0))
         queries = torch.vmap(keys, (None, None, 0, None))
         batches = torch.vmap(queries, (0, None, None, None))
         step = max(1, EVALUATED // max(1, sizes.batch * sizes.seq_kv))
-        try:
-            parts = [
-                runs_of(batches(b, _Head(), t, s), int(t[0]) if len(t) else 0)
-                for t in sizes.queries[0].split(step)
-            ]
-        except (IndexError, TypeError) as error:
-            if _Head.__name__ not in str(error):
-                raise
-            said = "mask: one for all heads, but the predicate asks which head it is"
-            raise ValueError(said) from error
+        parts = [
+            runs_of(_evaluated(batches, t, sizes), int(t[0]) if len(t) else 0)
+            for t in sizes.queries[0].split(step)
+        ]
         low, high = (torch.cat(x, dim=1) for x in zip(*parts, strict=True))
         return monotone(low, high)
+
+
+def _evaluated(batches: Callable[..., Any], t: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """Evaluate a mapped predicate for queries t [n]; return which keys they see, bool [B, n, S].
+
+    Raises:
+        ValueError: the predicate cannot be evaluated, asks for the head, or returns no bool.
+    """
+    b, s = (torch.arange(n, device=sizes.device) for n in (sizes.batch, sizes.seq_kv))
+    try:
+        seen = batches(b, _Head(), t, s)
+    except Exception as error:
+        if _Head.__name__ in str(error):
+            said = "one for all heads, but the predicate asks which head it is"
+        else:
+            said = f"the predicate cannot be evaluated by torch.vmap: {error}"
+        raise ValueError(f"mask: {said}") from error
+    if seen.dtype != torch.bool or seen.ndim != 3:  # noqa: PLR2004 - [B, n, S]
+        got = f"{seen.dtype} {list(seen.shape[3:])}"
+        raise ValueError(f"mask: wanted a predicate that returns one bool, got {got}")
+    return seen
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,6 +326,24 @@ class _OfTensor(RowMask):
         return (self.seen,)
 
 
+def _of_blocks(mask: Any) -> RowMask:
+    """Return FlexAttention's BlockMask: the blocks it visits, and ``mask_mod`` in partial ones."""
+    rows, keys = mask.BLOCK_SIZE
+    visited = mask.to_dense().bool()
+    if (visited != visited[:, :1]).any():
+        raise ValueError("mask: one for all heads, but the BlockMask visits others in each head")
+    full = torch.zeros_like(visited)
+    if mask.full_kv_num_blocks is not None:
+        listed = mask.full_kv_num_blocks, mask.full_kv_indices
+        full = mask.from_kv_blocks(*listed, BLOCK_SIZE=mask.BLOCK_SIZE).to_dense().bool()
+
+    def seen(b: Any, h: Any, t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        at = b if len(visited) > 1 else 0, 0, t // rows, s // keys
+        return visited[at] & (full[at] | mask.mask_mod(b, h, t, s))
+
+    return _Of(seen, mask.seq_lengths)
+
+
 def of(seen: torch.Tensor | Predicate) -> RowMask:
     """Make a mask of a tensor or a predicate by evaluating it once, for which the host waits.
 
@@ -316,7 +351,8 @@ def of(seen: torch.Tensor | Predicate) -> RowMask:
 
     Args:
         seen: a bool tensor [T, S], [B, T, S] or [B, 1, T, S]; a predicate of (b, h, t, s), like
-            FlexAttention's ``mask_mod``, that does not use h; or a ``BlockMask``.
+            FlexAttention's ``mask_mod``, that does not use h; or a ``BlockMask``, whose blocks
+            and ``mask_mod`` both count.
 
     Raises:
         ValueError: ``seen`` is none of these. In ``attention``: the keys of a query are not
@@ -328,10 +364,11 @@ def of(seen: torch.Tensor | Predicate) -> RowMask:
             got = f"{seen.dtype} {list(shape)}"
             raise ValueError(f"mask: wanted bool [T, S], [B, T, S] or [B, 1, T, S], got {got}")
         return _OfTensor(seen.reshape(shape[:-2].numel(), *shape[-2:]))
-    predicate = getattr(seen, "mask_mod", seen)  # of a BlockMask
-    if not callable(predicate):
+    if hasattr(seen, "mask_mod"):
+        return _of_blocks(seen)
+    if not callable(seen):
         raise ValueError(f"mask: wanted a bool tensor or a predicate of (b, h, t, s), got {seen!r}")  # noqa: TRY004 - one kind of error for one kind of mistake
-    return _Of(predicate)
+    return _Of(seen)
 
 
 def runs_of(seen: torch.Tensor, first: int) -> Rows:

@@ -249,6 +249,8 @@ def get(name: str) -> Impl:
         ValueError: no implementation has this name, and the message lists those there are; or its
             package cannot be loaded, and the message says why.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"impl: wanted a name, got {name!r}")  # noqa: TRY004 - as for a wrong name
     if name not in _impls:
         _load_plugins()
     try:

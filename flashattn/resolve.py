@@ -94,11 +94,7 @@ def bounds_of(
     Raises:
         ValueError: an argument does not fit.
     """
-    if given is not None and not isinstance(given, RowMask):
-        raise ValueError(f"mask: wanted an object of flashattn.masks, got {type(given).__name__}")
-    if isinstance(given, RowMask) and given.looks_ahead and mask.causal:
-        msg = "mask: it lets queries see keys after them, which causal hides: leave causal out"
-        raise ValueError(msg)
+    given = check_mask(mask, given)
     shifted = mask.corner == "bottom_right" and documents is None
     offset = k.shape[-2] - q.shape[-2] if shifted else 0
     sizes = Sizes(q.shape[0], q.shape[-2], k.shape[-2], q.device, offset)
@@ -108,6 +104,20 @@ def bounds_of(
     tensors = (*(given.tensors if given is not None else ()), *(cu or ()))
     owner = tensors[0] if given is None or isinstance(given, OfBounds) else given
     return kept(q, owner, tensors, (sizes, mask), lambda: _make(sizes, mask, cu, given))
+
+
+def check_mask(mask: Mask, given: object) -> RowMask | None:
+    """Return a ``RowMask``, or None, checked beside the causal mask and the window.
+
+    Raises:
+        ValueError: it is something else, or shows what a causal mask hides.
+    """
+    if given is not None and not isinstance(given, RowMask):
+        raise ValueError(f"mask: wanted an object of flashattn.masks, got {type(given).__name__}")
+    if given is not None and given.looks_ahead and mask.causal:
+        msg = "mask: it lets queries see keys after them, which causal hides: leave causal out"
+        raise ValueError(msg)
+    return given
 
 
 Made = TypeVar("Made")

@@ -217,6 +217,46 @@ def test_block_masks():
 
     block = create_block_mask(lambda b, h, t, s: t >= s, None, None, 12, 12, device="cpu")
     assert torch.equal(seen_of(masks.of(block), batch=1), (S <= T)[None])
+    small = create_block_mask(lambda b, h, t, s: t >= s, None, None, 12, 9, device="cpu")
+    with pytest.raises(ValueError, match=r"up to the BlockMask's \(12, 9\), got \(12, 12\)"):
+        seen_of(masks.of(small))
+    with pytest.raises(ValueError, match=r"mask: the predicate cannot be evaluated.*sliced"):
+        seen_of(masks.of(block[:, :, :1]))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_blocks_without_a_predicate(batch):
+    """Of a BlockMask made of blocks, a query sees the blocks; mask_mod counts in partial ones."""
+    from torch.nn.attention.flex_attention import BlockMask  # noqa: PLC0415
+
+    one, order = torch.ones(batch, 2, 3, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+    blocks = torch.stack([order.roll(-i) for i in range(3)]).expand(batch, 2, 3, 3).contiguous()
+    if batch > 1:
+        blocks[1, :, 0, :2] = torch.tensor([1, 0])  # another block for the second sequence
+    shown = torch.stack([T // 4 == S // 4, (T.clamp(min=4) // 4) == S // 4])[:batch]
+
+    def made(*full, **how):
+        return masks.of(BlockMask.from_kv_blocks(one, blocks, *full, BLOCK_SIZE=4, **how))
+
+    def before(b, h, t, s):
+        del b, h
+        return s <= t
+
+    assert torch.equal(seen_of(made(), batch=batch), shown)
+    partial = made(mask_mod=before)
+    if batch == 1:  # in the other, queries see nothing at first
+        assert torch.equal(seen_of(partial, batch=1), shown & (S <= T))
+    assert torch.equal(seen_of(made(one, blocks, mask_mod=before), batch=batch), shown)
+    blocks[:, 1, 0, :2] = torch.tensor([2, 0])
+    with pytest.raises(ValueError, match="visits others in each head"):
+        made()
+
+
+def test_only_masks_meet():
+    """A mask meets no tensor and no number."""
+    for other in (torch.ones(12, 12).bool(), 3):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            masks.chunked(3) & other
 
 
 def dilated(b, h, t, s):
@@ -237,6 +277,16 @@ def dilated(b, h, t, s):
         (lambda: seen_of(masks.of(lambda b, h, t, s: s < LENGTHS[h])), "which head it is"),
         (lambda: seen_of(masks.of(lambda b, h, t, s: s < (b if h else t))), "which head it is"),
         (lambda: seen_of(masks.of(S[:, :5] <= T)), "wanted a bool tensor for"),
+        (lambda: seen_of(masks.of(lambda b, h, t, s: t - s)), "returns one bool, got torch.int64"),
+        (
+            lambda: seen_of(masks.of(lambda b, h, t, s: (t >= s).expand(3))),
+            r"bool, got torch.bool \[3",
+        ),
+        (lambda: seen_of(masks.of(lambda b, h, t, s: True)), "cannot be evaluated by torch.vmap"),
+        (
+            lambda: seen_of(masks.of(lambda t, s: t >= s)),
+            "cannot be evaluated by torch.vmap: .*4 were",
+        ),
         (lambda: masks.of(torch.ones(5, 12)), r"wanted bool \[T, S\]"),
         (lambda: masks.of("causal"), "a predicate of"),
         (lambda: masks.padding([3, 4]), "lengths: wanted a 1-dimensional int32 or int64"),

@@ -13,6 +13,7 @@ import flashattn
 from flashattn.counts.decisions import CARDS, asked, cases, plans, tensors
 from flashattn.kernels import execute
 from flashattn.kernels.launch import KernelLaunch
+from flashattn.masks import prefix
 from flashattn.plan.choose import NAMES, choose_forward
 from flashattn.plan.gpu import Gpu
 from flashattn.plan.spec import Options, TensorSpec, signature
@@ -110,6 +111,9 @@ def test_why(how, kernels, sentence):
         ({"gpu": "TPU"}, "gpu: wanted one of A100, H100, H200, B200, interpreter, got 'TPU'"),
         ({"impl": "sdpa"}, "impl: wanted one of auto, triton, hopper, got 'sdpa'"),
         ({"precision": "fp8"}, "precision: wanted one of auto"),
+        ({"deterministic": "no"}, "deterministic: wanted one of False, True"),
+        ({"mask": "padding"}, "mask: wanted an object of flashattn.masks, got str"),
+        ({"mask": prefix(torch.tensor([3])), "causal": True}, "mask: it lets queries see keys"),
         ({"documents": torch.tensor([0, 8]), "causal": "left"}, "causal: wanted False, True"),
         (
             {"documents": torch.tensor([0, 8]), "alibi_slopes": torch.ones(32)},

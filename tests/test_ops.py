@@ -5,6 +5,7 @@ from itertools import count
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -362,6 +363,23 @@ def test_outputs_keep_the_layout(device):
     assert attention(q, k, v, impl="triton").stride() == q.stride()
     narrow = torch.empty_like(q[..., :8])
     assert attention(q, k, v[..., :8], impl="triton").stride() == narrow.stride()
+
+
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(5, 0), (0, 5)])
+def test_empty_problems_keep_the_layout_that_tracing_promises(seq_q, seq_kv, device):
+    """Also where nothing is launched, results lie as those of the fake operators."""
+    sizes = {"q": seq_q, "k": seq_kv, "v": seq_kv}
+    q, k, v = (torch.randn(2, 2, 8, n, device=device).mT for n in sizes.values())
+    given = [x.requires_grad_() for x in (q, k, v)]
+
+    def strides(*given):
+        o = attention(*given, impl="triton")
+        results = (o, *torch.autograd.grad(o.sum(), given))
+        return [x.stride() for x in results if x.numel()]  # PyTorch lays out empty fakes otherwise
+
+    got = strides(*given)
+    with FakeTensorMode() as mode:
+        assert strides(*(mode.from_tensor(x) for x in given)) == got
 
 
 @pytest.mark.parametrize("move", [scattered, shifted])

@@ -117,7 +117,7 @@ def _sees_nothing(
     columns = v.shape[3]
     lse = torch.full(q.shape[:3], -torch.inf, device=q.device, dtype=torch.float32)
     sink = Extras(*extras).sink
-    return torch.zeros_like(q[..., :columns]), lse if sink is None else torch.maximum(
+    return torch.zeros_like(first_columns(q, columns)), lse if sink is None else torch.maximum(
         lse, sink[..., None]
     )
 
@@ -167,7 +167,7 @@ def _no_gradients(
     """Return gradients without a launch, where there is no query or key, so lse is the sink."""
     _, _, _, grad_lse, *given = others
     bias, sink = Extras(*given)[3:]
-    found = [torch.zeros_like(x) for x in (q, k, v)]
+    found = [torch.zeros_like(first_columns(x, x.shape[3])) for x in (q, k, v)]
     if bias is not None and bias_grad:
         found.append(torch.zeros_like(bias, memory_format=torch.contiguous_format))
     if sink is not None:

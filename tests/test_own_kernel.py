@@ -115,6 +115,19 @@ def test_tests_run_on_own_kernels(pytester, monkeypatch, capsys):
     assert capsys.readouterr().out == f"wrong: {said}\n"
 
 
+def test_the_example_in_the_readme_conforms(pytester):
+    """The kernel that README shows passes as it stands."""
+    for name in ("conftest.py", "pyproject.toml", "tests/test_impls.py"):
+        shutil.copy(ROOT / name, pytester.path)
+    blocks = re.findall("```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    (kernel,) = (block for block in blocks if "@register" in block)
+    pytester.makepyfile(my_kernel=kernel)
+    chosen = "test_cases and q33", "--hypothesis-seed=5"
+    result = pytester.runpytest_subprocess("--impl", "my_kernel.py", "test_impls.py", "-k", *chosen)
+    result.stdout.fnmatch_lines(["my_kernel conforms: 1 clauses, 1 examples, seed 5"])
+    assert result.ret == 0
+
+
 def test_repro_says_how_they_do(pytester, capsys):
     """Repro exits with 1 for a wrong answer, and not for a problem that is not claimed."""
     path = pytester.makepyfile(kernels=KERNELS)
@@ -130,6 +143,9 @@ def test_repro_says_how_they_do(pytester, capsys):
     with pytest.raises(SystemExit):
         repro.main(["--impl", "reference", "--problem", "fp16"])
     assert "problem: wanted a name like" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        repro.main(["--impl", "reference", "--problem", "fp32-b1h1-q4-d8-full", "--scale=nan"])
+    assert "scale: wanted a finite number" in capsys.readouterr().err
 
 
 FUNCTIONS = """

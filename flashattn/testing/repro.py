@@ -95,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     option, device = asked_for.pop("impl"), "cuda" if torch.cuda.is_available() else "cpu"
     try:
         names, problem = choose(option), Problem.parse(asked_for.pop("problem"))
+        check_scale(asked_for["scale"], problem.head_dim)
     except ValueError as error:
         parser.error(str(error))
     if os.environ.get("TRITON_INTERPRET") == "1":

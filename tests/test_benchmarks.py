@@ -290,6 +290,19 @@ def test_the_gate_is_for_its_own_cases(laid_out, pytester, arguments, words):
     result.stderr.fnmatch_lines([f"*{words}*"])
 
 
+def test_parts_of_the_gate(laid_out, pytester):
+    """The gate's cases are divided among parts, too."""
+    laid_out("benchmarks/bench_gate.py")
+    how = ("benchmarks", "--gate-selftest", "--collect-only", "-q")
+    parts = [
+        {line for line in pytester.runpytest_inprocess(*how, *part).outlines if "::" in line}
+        for part in ((), ("--part", "1/2"), ("--part", "2/2"))
+    ]
+    assert parts[0] == parts[1] | parts[2]
+    assert all(parts)
+    assert not parts[1] & parts[2]
+
+
 def test_benchmarks_beside_tests(laid_out, pytester):
     """A whole checkout is its tests; benchmarks that are named beside tests are collected."""
     laid_out("benchmarks/bench_flash.py")
@@ -470,6 +483,36 @@ def test_a_killed_run_goes_on(bench, pytester):
     assert len(found) == 6
     assert set(measured.items()) <= set(found.items())
     assert not list(path.parent.glob("*.jsonl"))  # all of it is in the kept run
+
+
+def test_a_smaller_selection_loses_no_row(bench, pytester):
+    """A run that is resumed with fewer cases is kept with all that was measured before."""
+    bench({"good": good, "wrong": wrong}, *ONE).assert_outcomes(passed=3, failed=3)
+    before = rows_of(journal(pytester))
+    fewer = "-k", "q64 and full and forward and not backward and good"
+    bench({"good": good, "wrong": wrong}, *fewer, "--resume").assert_outcomes(passed=1)
+    (path,) = kept(pytester)
+    assert rows_of(path) == before
+    assert "samples" not in path.read_text()
+
+
+@pytest.mark.parametrize("text", ["{bad\n{}\n", '{"a": 1}\n{"b": 2}\n', "[1]\n[2]\n", "\xff\n"])
+def test_a_damaged_run_is_not_resumed(bench, pytester, text):
+    """A damaged file is a usage error that names it, and stays."""
+    path = pytester.mkdir(".benchmarks") / FOLDER / "unfinished-20260102T030405-6.jsonl"
+    path.parent.mkdir()
+    path.write_text(text, encoding="latin-1")
+    result = bench({"good": good}, *ONE, "--resume")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*--resume: {path.name} is damaged (*"])
+    assert path.read_text(encoding="latin-1") == text
+
+
+def test_a_name_with_brackets(bench, pytester):
+    """A run is found under any name that pytest-benchmark takes."""
+    result = bench({"good": good}, *ONE, "--benchmark-save=a[b]")
+    result.stdout.fnmatch_lines(["Kept in *a[[]b].json"])
+    assert [path.name for path in kept(pytester)] == ["0001_a[b].json"]
 
 
 def test_own_kernels_stand_beside_the_peers(bench, laid_out, pytester):

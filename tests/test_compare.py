@@ -264,3 +264,12 @@ def test_limits(check, slower, broken, inside):
     assert all(name.endswith(("-triton]", "-hopper]")) for _, name in failed)
     assert all(check.partition(":")[0] in said for said in (*failed.values(), *unsure))
     assert not hold(before, replace(after, sources="a"), limits)[0]
+
+
+def test_a_limit_on_no_case_proves_nothing():
+    """If no case was timed in both runs, each limit says so."""
+    after = replace(made(1), rows=[row | {"name": f"{row['name']}, new"} for row in made(1).rows])
+    failed, unsure = hold(made(0), after, [parse_compare_fail("median:5%")])
+    assert not failed
+    (said,) = unsure
+    assert "no case was timed in both runs, so the limit on the median proves nothing" in said

@@ -84,6 +84,17 @@ def test_one_wrong_row_is_seen(device, problem, name):
         verifier.check(**found)
 
 
+def test_another_dtype_and_a_missing_logsumexp_are_seen(device):
+    """A result has the dtype of the inputs, and an implementation that claims lse returns it."""
+    found = {key: x.detach() for key, x in outputs(PROBLEM, device).items()}
+    verifier = Verifier(registry.get("reference"), PROBLEM, device, {})
+    for name in ("o", "dq", "dk", "dv"):
+        with pytest.raises(AssertionError, match=f"{name}: wanted torch.float32, got torch.float"):
+            verifier.check(**found | {name: found[name].double()})
+    with pytest.raises(AssertionError, match="lse: wanted the logsumexp, got None"):
+        verifier.check(**found | {"lse": None})
+
+
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("name", ["dbias", "dsink"])
 @pytest.mark.parametrize(

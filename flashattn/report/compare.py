@@ -296,7 +296,7 @@ def hold(a: Run, b: Run, limits: Iterable[Limit]) -> tuple[dict[tuple[str, str],
 
     Returns:
         A sentence for each case that exceeds both a limit and the noise, and a sentence for each
-        limit that lies within the noise of some cases.
+        limit that proves nothing: it lies within the noise of some cases, or there is no case.
     """
     broken, inside = dict[tuple[str, str], str](), list[str]()
     for limit in limits:
@@ -319,6 +319,11 @@ def hold(a: Run, b: Run, limits: Iterable[Limit]) -> tuple[dict[tuple[str, str],
                 )
             elif limit.fails(edge, before):
                 blurred.append(change.noise)
+        if not ours:
+            inside.append(
+                f"--benchmark-compare-fail: no case was timed in both runs, so the limit on the"
+                f" {field} proves nothing"
+            )
         if blurred:
             inside.append(
                 f"--benchmark-compare-fail: the limit on the {field} lies inside the noise of"

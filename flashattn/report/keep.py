@@ -24,6 +24,7 @@ def keep(paths: list[Path]) -> tuple[list[Path], list[Path]]:
     Raises:
         ValueError: the runs are not of one clean commit, or not in one folder.
     """
+    paths = list({path.resolve(): path for path in reversed(paths)}.values())[::-1]
     runs = {path: load(path) for path in paths}
     commits = {run.commit.get("id", "unknown") for run in runs.values()}
     folders = {path.parent for path in paths}
@@ -37,7 +38,8 @@ def keep(paths: list[Path]) -> tuple[list[Path], list[Path]]:
     kept_before = set(folder.glob("[0-9]*_*.jsonl"))
     gone = sorted(path for path in kept_before if load(path).commit.get("id") != commit)
     numbered = set(folder.glob("[0-9]*_*.json*")) - {*gone, *paths}
-    last = max((int(path.name.partition("_")[0]) for path in numbered), default=0)
+    numbers = [path.name.partition("_")[0] for path in numbered]
+    last = max((int(number) for number in numbers if number.isdecimal()), default=0)
     kept = {}
     for number, (path, run) in enumerate(runs.items(), last + 1):
         found = NAME.fullmatch(path.stem)
@@ -45,9 +47,10 @@ def keep(paths: list[Path]) -> tuple[list[Path], list[Path]]:
         kept[folder / f"{'-'.join(words)}.jsonl"] = _lines(run)
     for path, text in kept.items():
         path.with_suffix(".tmp").write_text(text, encoding="utf-8")
-    for path in (*paths, *gone):
+    written = [path.with_suffix(".tmp").replace(path) for path in kept]
+    for path in {*paths, *gone}.difference(written):
         path.unlink()
-    return [path.with_suffix(".tmp").rename(path) for path in kept], gone
+    return written, gone
 
 
 def _lines(run: Run) -> str:

@@ -135,8 +135,8 @@ def load(path: Path) -> Run:
     Raises:
         ValueError: the file is neither, or has rows of an older version.
     """
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         if path.suffix == ".jsonl":
             header, *rows = _whole(path, text)
             rows = [_quartiles(row.get("samples") or []) | row for row in _newest(rows)]

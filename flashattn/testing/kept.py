@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import time
 from collections.abc import Iterator
@@ -80,23 +81,31 @@ def _journal(config: pytest.Config, folder: Path) -> Journal:
     """Return a new journal or, with --resume, the last unfinished one of this part.
 
     Raises:
-        pytest.UsageError: the unfinished run was measured with other code, or on another machine.
+        pytest.UsageError: the unfinished run was measured with other code, or on another machine,
+            or its file is damaged.
     """
     name = f"unfinished{part_suffix(config)}-"
     left = max(folder.glob(f"{name}[0-9]*.jsonl"), default=None)
     if not config.getoption("--resume") or left is None:
         stamp = time.strftime("%Y%m%dT%H%M%S")
         return Journal(folder / f"{name}{stamp}-{os.getpid()}.jsonl")
-    journal, ours = Journal.resume(left), config.stash[HEADER]
-    if journal.header is None:  # killed before the first row was complete
-        return journal
+    ours = config.stash[HEADER]
+    try:
+        journal = Journal.resume(left)
+        if journal.header is None:  # killed before the first row was complete
+            return journal
+        before = {name: journal.header[name] for name in ("machine_info", "sources", "roofs")}
+        _ = [row["fullname"] for row in journal.rows]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        said = f"--resume: {left.name} is damaged ({error!r}); remove it to start a new run"
+        raise pytest.UsageError(said) from error
     for what in ("machine_info", "sources"):
-        if journal.header[what] != ours[what]:
+        if before[what] != ours[what]:
             raise pytest.UsageError(
                 f"--resume: {left.name} has another {what} than this session; start a new run,"
                 " or go on from the same commit on the same machine"
             )
-    ours["roofs"] = journal.header["roofs"]
+    ours["roofs"] = before["roofs"]
     return journal
 
 
@@ -145,11 +154,16 @@ def pytest_benchmark_update_commit_info(commit_info: dict[str, Any]) -> None:
 
 
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
-    """Add the description of the run, and the rows that were not measured."""
+    """Add the description of the run, and the rows that were not measured in this session."""
     header = config.stash[HEADER]
     output_json |= {name: header[name] for name in ("roofs", "clocks", "command", "sources")}
     rows = config.stash[JOURNAL].rows
-    output_json["unmeasured"] = [row for row in rows if row["status"] != "ok"]
+    here = {case["fullname"] for case in output_json["benchmarks"]}
+    output_json["unmeasured"] = [
+        {name: fact for name, fact in row.items() if name != "samples"}
+        for row in rows
+        if row["status"] != "ok" or row["fullname"] not in here
+    ]
     for case in output_json["benchmarks"]:
         case["params"] = {name: str(value) for name, value in (case["params"] or {}).items()}
         if "data" in case["stats"]:  # with --benchmark-save-data or --benchmark-json
@@ -174,7 +188,8 @@ def pytest_terminal_summary(
     if not journal.rows:
         return
     name = plugin.save or plugin.autosave
-    kept = max(plugin.storage.path.glob(f"*_{name}.json"), default=None) if name else None
+    saved = f"*_{glob.escape(name)}.json" if name else ""
+    kept = max(plugin.storage.path.glob(saved), default=None) if name else None
     if kept:
         journal.path.unlink()  # all of it is in the kept run
     path = os.path.relpath(kept or journal.path, config.rootpath)

@@ -54,9 +54,15 @@ class Verifier:
         """Check outputs, any of o, lse and gradients, against their budgets.
 
         Raises:
-            AssertionError: some outputs exceed their budgets; the message says which, and by how
-                much.
+            AssertionError: some outputs exceed their budgets, and the message says which, and by
+                how much; or they have another dtype; or the logsumexp that was claimed is missing.
         """
+        wanted = self.problem.torch_dtype
+        for name, x in outputs.items():
+            if x is None and name == "lse" and self.impl.lse:
+                raise AssertionError(f"{self.impl.name}: lse: wanted the logsumexp, got None")
+            if x is not None and name in ("o", "dq", "dk", "dv") and x.dtype != wanted:
+                raise AssertionError(f"{self.impl.name}: {name}: wanted {wanted}, got {x.dtype}")
         grad = not {"dq", "dk", "dv"}.isdisjoint(outputs)
         for part, expected in _expected(self.problem, self.device, grad=grad):
             got = {

@@ -76,6 +76,16 @@ def test_others_are_refused(unfinished, capsys, facts, said):
     assert {path: path.read_text() for path in paths[0].parent.iterdir()} == before
 
 
+def test_a_run_that_is_named_twice_is_kept_once(unfinished, capsys):
+    """Naming a file twice, also by another path, loses nothing; other files are ignored."""
+    path = unfinished("unfinished-1")
+    (path.parent / "2026-notes_x.json").write_text("")
+    main(["keep", str(path), str(path), str(path.parent / ".." / path.parent.name / path.name)])
+    (kept,) = path.parent.glob("*.jsonl")
+    assert capsys.readouterr().out == f"Kept: {kept}\n"
+    assert len(load(kept).rows) == 1
+
+
 def test_one_folder_at_a_time(tmp_path, unfinished, capsys):
     """Runs from two folders, as of two machines, are refused."""
     one = unfinished("unfinished-1")

@@ -51,7 +51,8 @@ ALLOWED = {
     "api": CALL | {"arguments", "impls", "masks", "plan"},
     "parallel": CALL
     | {"api", "arguments", "gpus", "kernels", "masks", "ops", "parallel", "plan", "tiled"},
-    "integrations": MEANING | {"api", "checks", "gpus", "integrations", "masks", "ops", "plan"},
+    "integrations": MEANING
+    | {"api", "arguments", "checks", "gpus", "integrations", "masks", "ops", "plan"},
     "lm": set(),
     "costs": {"checks", "lm", "mask"},
     "training": {"checks", "lm", "parallel"},

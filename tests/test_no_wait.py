@@ -117,9 +117,10 @@ def test_one_graph_for_all_lengths(device):
 
     def step(cu, used):
         how = {"causal": True, "window_size": (9, 0)}
+        cached = used[1:].clamp(max=20)
         o = flash_attn.flash_attn_varlen_func(q, k, k, cu, cu, 33, 33, **how, seqused_k=used)
         return o, flash_attn.flash_attn_with_kvcache(
-            q[None, :2].transpose(0, 1), k_cache, v_cache, cache_seqlens=used[1:], **how
+            q[None, :2].transpose(0, 1), k_cache, v_cache, cache_seqlens=cached, **how
         )
 
     torch.compiler.reset()

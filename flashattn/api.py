@@ -123,16 +123,16 @@ def attention(
         impl: a name in ``flashattn.names()``, or "auto". On a GPU, "auto" takes our fastest
             implementation that can solve the problem: on an H100 or H200 "hopper" if there is
             enough work. On a CPU, where ours are for study, it takes PyTorch's SDPA; "tiled" with a
-            window, documents, a mask, ALiBi or a bias; and the reference if these cannot. A named
-            implementation never falls back: a problem that it cannot solve, or not differentiate,
-            is an error.
+            window, documents, a mask, ALiBi or a bias; and the reference for the rest, such as a
+            softcap, a sink or the logsumexp alone. A named implementation never falls back: a
+            problem that it cannot solve, or not differentiate, is an error.
         precision: how "triton" and "hopper" multiply fp32: "bf16x6", "tf32x3", "tf32", "ieee", or
             "auto", which means "tf32" if torch's setting for CUDA matrix products allows it, else
             "bf16x6". PyTorch implementations follow PyTorch's settings: under ``impl="auto"`` they
             ignore this argument, and if named they accept only "auto".
-        deterministic: False lets "hopper" sum the gradient of q in any order, which is faster;
-            other implementations ignore it. By default "triton" and "hopper" give the same bits for
-            the same inputs.
+        deterministic: False lets "hopper" sum the gradient of q in any order for D up to 128 in
+            half precision, which is faster; other implementations ignore it. By default "triton"
+            and "hopper" give the same bits for the same inputs.
         options: options of the named implementation.
 
     Returns:

@@ -34,7 +34,7 @@ def _look(device: torch.device) -> Gpu:
         return Gpu.INTERPRETER
     if not torch.cuda.is_available():
         return CARDS["A100"]
-    properties = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device if device.type == "cuda" else None)
     gpu = Gpu((properties.major, properties.minor), properties.multi_processor_count, TRITON)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return replace(Gpu.INTERPRETER, num_sms=gpu.num_sms) if interpreted else gpu

@@ -22,6 +22,7 @@ from flashattn import attention, masks
 from flashattn.lm import Config
 from flashattn.parallel import attention as shared
 from flashattn.parallel import positions, shard, unshard
+from flashattn.parallel.plan import _PLANS
 from flashattn.problem import Problem
 from flashattn.registry import get
 from flashattn.resolve import cumulative
@@ -167,11 +168,17 @@ def check_refusals(mesh, both):
         "q: wanted a number of heads that 4": {"exchange": "heads"},
         "window: wanted": {"window": (-1, 0)},
         "sink: wanted shape": {"sink": torch.zeros(2)},
+        "sink: wanted a plain tensor": {"sink": distribute_tensor(torch.zeros(3), mesh)},
         "k: wanted q's dtype": {"q": q.bfloat16()},
+        "k: wanted D = 8, as q has, got 16": {"q": q[..., :8]},
+        "v: wanted 8 rows": {"v": q[:, :, 1:], "exchange": "heads"},
     }
     for sentence, how in refused.items():
         with pytest.raises((ValueError, NotImplementedError), match=f"^{sentence}"):
-            shared(how.pop("q", q), q, q, **{"mesh": mesh, **how})
+            shared(how.pop("q", q), q, how.pop("v", q), **{"mesh": mesh, **how})
+    for length in (16, 64):  # other rows on every rank
+        with pytest.raises(ValueError, match=f"^x: wanted {length // 4} rows of {length}"):
+            unshard(q, mesh, dim=2, length=length)
 
 
 def check_tensor_parallel(both):
@@ -196,6 +203,16 @@ def check_tensor_parallel(both):
     for kinds in ((Shard(1), Shard(2)), (Shard(2), Shard(3)), (Replicate(), Shard(1))):
         with pytest.raises(ValueError, match="wanted batches or heads sharded evenly"):
             shared(*(placed(x, *kinds) for x in inputs), **how)
+    rows = [x[:, 0] for x in inputs]  # of one head: [B, rows, D]
+    rows[2] = rows[2][..., :5]
+    by_rows = [placed(x, Shard(1), Shard(0)) for x in rows]
+    got = shared(*by_rows, return_lse=True, **how)
+    wanted = attention(*rows, return_lse=True, causal=True, impl="tiled")
+    for a, b in zip(got, wanted, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a.full_tensor(), b)
+    with pytest.raises(ValueError, match="wanted batches or heads sharded evenly"):
+        shared(*(placed(x, Shard(1), Shard(1)) for x in rows), **how)
     three = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("rows", "heads", "more"))
     kinds = Shard(2), Shard(1), Shard(1)  # two heads of keys over four ranks
     with pytest.raises(ValueError, match="wanted batches or heads sharded evenly"):
@@ -227,8 +244,28 @@ def check_compiled(mesh):
         assert all(map(torch.equal, *results))
 
 
-def check_second_derivative(mesh):
-    """Check that a second derivative is refused by name."""
+def check_compiled_first(mesh):
+    """Check that a full graph needs no plan made before, and is made again for other lengths."""
+
+    def call(x, documents=None):
+        return shared(x, x, x, mesh=mesh, causal=True, documents=documents)
+
+    for given in ((), (torch.tensor([0, 9, 30]),)):
+        torch.compiler.reset()
+        graph = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for rows in (10, 8):
+            _PLANS.clear()
+            x = torch.randn(1, 2, rows, 8)
+            assert torch.equal(graph(x, *given), call(x, *given))
+
+
+def check_other_derivatives(mesh):
+    """Check that second and forward-mode derivatives are refused by name."""
+    for exchange in ("keys", "heads"):
+        call = partial(shared, mesh=mesh, length=16, exchange=exchange, impl="tiled")
+        x = torch.randn(1, 4, 4, 8)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.func.jvp(lambda x, call=call: call(x, x, x), (x,), (x,))
     q = torch.randn(1, 2, 4, 16, requires_grad=True)
     (grad,) = torch.autograd.grad(
         shared(q, q, q, mesh=mesh, length=16).square().sum(), q, create_graph=True
@@ -284,7 +321,8 @@ def work(store, rank):
             continue  # the interpreter of an older Triton needs an older numpy
         sys.stderr.write(f"{rank}: {case}\n")
         check_case(mesh, case)
-    checks = (check_rest, check_compiled, check_second_derivative, check_training)
+    checks = (check_compiled_first, check_rest, check_compiled, check_other_derivatives)
+    checks += (check_training,)
     for check in checks:
         sys.stderr.write(f"{rank}: {check.__name__}\n")
         check(mesh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.functional import pad
 from flashattn import api, registry
 from flashattn.arguments import autocast_dtype, cast
 from flashattn.checks import check_among, check_scale
+from flashattn.dispatch import has_tangents
 from flashattn.gpus import why_not
 from flashattn.mask import UNBOUNDED, Causal, Mask, Window
 from flashattn.masks import RowMask
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 IMPLS = ("auto", "triton", "hopper", "tiled")
-STAYS = {Replicate(), Shard(0), Shard(1)}
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -78,7 +79,7 @@ def attention(
         documents: likewise, for the whole sequences and the same on all ranks. If queries and keys
             have the same documents, keys that ``window`` hides are not exchanged: pass the length
             of the longest possible document as ``window=(longest, None)``.
-        mask: see ``flashattn.attention``.
+        mask: see ``flashattn.attention``; its batches are this rank's.
         softcap: likewise.
         sink: likewise, the same on all ranks. Its gradient is that of this rank's rows (with
             "heads", of its heads): sum it over all ranks.
@@ -95,7 +96,7 @@ def attention(
 
     Raises:
         ValueError: an argument does not fit; the message names it.
-        NotImplementedError: a second derivative is asked for.
+        NotImplementedError: a second or forward-mode derivative is asked for.
 
     Source: Dubey et al., 2024, "The Llama 3 Herd of Models", section 3.3.2.
     """
@@ -106,10 +107,15 @@ def attention(
     how |= {"exchange": exchange, "keep": keep, "sink": sink, "return_lse": return_lse}
     if any(isinstance(x, DTensor) for x in (q, k, v)):
         return _of_dtensors(q, k, v, **how)
+    if isinstance(sink, DTensor):
+        msg = "sink: wanted a plain tensor, as q, k and v are none of DTensor's"
+        raise ValueError(msg)  # noqa: TRY004 - as for any argument that does not fit
+    if has_tangents(q, k, v, *(() if sink is None else (sink,))):
+        raise NotImplementedError("parallel attention has no forward-mode derivative")
     if q.ndim == 3:  # noqa: PLR2004 - [B, rows, D]
         return _each(lambda x: x[:, 0], attention(*(x[:, None] for x in (q, k, v)), **how))
     check_among("exchange", exchange, ("keys", "heads"))
-    where = Where.of(q, k, mesh, placement, length)
+    where = Where.of(q, k, v, mesh, placement, length)
     if where.placement.world == 1:
         return api.attention(q, k, v, sink=sink, return_lse=return_lse, **asked)
     dtype = autocast_dtype(q)
@@ -139,11 +145,12 @@ class Where(NamedTuple):
         cls,
         q: torch.Tensor,
         k: torch.Tensor,
+        v: torch.Tensor,
         mesh: DeviceMesh,
         kind: str,
         length: int | tuple[int, int] | None,
     ) -> Where:
-        """Check that this rank has the right number of rows.
+        """Check that this rank has the right number of rows, and that k is as wide as q.
 
         Raises:
             ValueError: it has more or fewer, or the mesh or the placement is wrong.
@@ -151,8 +158,11 @@ class Where(NamedTuple):
         placement, rank = Placement.over(mesh, kind), mesh.get_local_rank()
         if length is None:
             length = placement.world * q.shape[2], placement.world * k.shape[2]
-        seq_q, seq_kv = (length, length) if isinstance(length, int) else length
-        for name, x, whole in (("q", q, seq_q), ("k", k, seq_kv)):
+        # Plans need numbers: a trace is made again for other lengths.
+        seq_q, seq_kv = map(index, length if isinstance(length, tuple) else (length, length))
+        if k.shape[-1] != q.shape[-1]:
+            raise ValueError(f"k: wanted D = {q.shape[-1]}, as q has, got {k.shape[-1]}")
+        for name, x, whole in (("q", q, seq_q), ("k", k, seq_kv), ("v", v, seq_kv)):
             wanted = placement.lengths(whole)[rank]
             if x.shape[2] != wanted:
                 raise ValueError(
@@ -270,9 +280,10 @@ def _of_dtensors(
     ways = prod(q.device_mesh.size(i) for i, kind in enumerate(q.placements) if kind == Shard(1))
     for i, kind in enumerate(q.placements):
         along = names[i : i + 1] == (mesh.mesh_dim_names or ())
-        length = (q.shape[2], k.shape[2]) if along and length is None else length
-        fits = kind in STAYS and not (kind == Shard(1) and k.shape[1] % ways)
-        if not (kind == Shard(2) if along else fits):
+        length = (q.shape[-2], k.shape[-2]) if along and length is None else length
+        by_heads = kind == Shard(1) and q.ndim == 4 and not k.shape[1] % ways  # noqa: PLR2004
+        fits = by_heads or kind in (Replicate(), Shard(0))
+        if not (kind == Shard(q.ndim - 2) if along else fits):
             raise ValueError(
                 f"q, k, v: wanted batches or heads sharded evenly, or rows along mesh, got {kind}"
             )
@@ -281,12 +292,12 @@ def _of_dtensors(
             raise ValueError(f"sink: wanted q's mesh, {q.device_mesh}, got {sink.device_mesh}")
         kinds = zip(sink.placements, q.placements, strict=True)
         # A rank's gradient is that of its own batches and rows.
-        parts = [Partial() if by in (Shard(0), Shard(2)) else kind for kind, by in kinds]
+        parts = [Partial() if by in (Shard(0), Shard(q.ndim - 2)) else kind for kind, by in kinds]
         sink = sink.to_local(grad_placements=parts)
     own = (x.to_local() for x in shared)
 
     def wrap(x: torch.Tensor) -> torch.Tensor:
-        shape = torch.Size((*q.shape[:3], *x.shape[3:]))
+        shape = torch.Size((*q.shape[:-1], *x.shape[q.ndim - 1 :]))
         options: Any = {"run_check": False, "shape": shape, "stride": dense_strides(shape)}
         return DTensor.from_local(x, q.device_mesh, q.placements, **options)
 

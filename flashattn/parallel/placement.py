@@ -100,10 +100,15 @@ def unshard(
         dim: the dimension of the sequence.
         length: the length of the whole sequence.
         placement: "zigzag" or "contiguous".
+
+    Raises:
+        ValueError: this rank has other rows than ``shard`` gives it.
     """
     cut = Placement.over(mesh, placement)
-    most = max(cut.lengths(length))
+    wanted, most = cut.lengths(length)[mesh.get_local_rank()], max(cut.lengths(length))
     rows = x.detach().movedim(dim, 0)
+    if len(rows) != wanted:
+        raise ValueError(f"x: wanted {wanted} rows of {length} ({placement}), got {len(rows)}")
     padded = rows.new_zeros(most, *rows.shape[1:])
     padded[: len(rows)] = rows
     collectives = torch.ops._c10d_functional  # noqa: SLF001 - compiles, and keeps its name

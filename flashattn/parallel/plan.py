@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import torch
+
 from flashattn.mask import CAUSAL, FULL, Mask
 from flashattn.parallel.placement import Placement
 
@@ -170,6 +172,8 @@ _MOST_PLANS = 1024  # lengths that keep changing must not fill the memory
 
 def plan(task: Task, rank: int) -> Plan:
     """Return the plan of a rank for a task."""
+    if torch.compiler.is_compiling():  # a trace cannot replay a change of the cache
+        return _plan(task, rank)
     if (task, rank) not in _PLANS:
         if len(_PLANS) >= _MOST_PLANS:
             _PLANS.clear()

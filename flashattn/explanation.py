@@ -69,7 +69,8 @@ def explain(
         precision: as in ``attention``.
         deterministic: as in ``attention``.
         gpu: "A100", "H100", "H200", "B200" or "interpreter", or a ``plan.gpu.Gpu``; None means the
-            GPU of the tensors, or the interpreter on a CPU.
+            GPU of the tensors, or the interpreter on a CPU; for the device "meta", the current GPU,
+            or an A100 where there is none.
 
     Raises:
         ValueError: an argument does not fit, or these kernels cannot solve the problem.

@@ -153,7 +153,7 @@ class Where(NamedTuple):
         """Check that this rank has the right number of rows, and that k is as wide as q.
 
         Raises:
-            ValueError: it has more or fewer, or the mesh or the placement is wrong.
+            ValueError: one of these does not hold, or the mesh or the placement is wrong.
         """
         placement, rank = Placement.over(mesh, kind), mesh.get_local_rank()
         if length is None:

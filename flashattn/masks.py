@@ -272,12 +272,13 @@ class _Head:
 @dataclass(frozen=True, eq=False)
 class _Of(RowMask):
     predicate: Predicate
-    most: tuple[int, int] | None = None  # the lengths of a BlockMask
+    most: tuple[int, int, int] | None = None  # B, or 1 for any, and the most T and S
 
     def rows(self, sizes: Sizes) -> Rows:
-        lengths = sizes.seq_q, sizes.seq_kv
-        if self.most is not None and (lengths[0] > self.most[0] or lengths[1] > self.most[1]):
-            raise ValueError(f"mask: wanted T, S up to the BlockMask's {self.most}, got {lengths}")
+        batch, seq_q, seq_kv = self.most or (1, sizes.seq_q, sizes.seq_kv)
+        if batch not in (1, sizes.batch) or sizes.seq_q > seq_q or sizes.seq_kv > seq_kv:
+            got = f"{sizes.batch, sizes.seq_q, sizes.seq_kv}"
+            raise ValueError(f"mask: wanted B, T, S within the BlockMask's {self.most}, got {got}")
         keys = torch.vmap(self.predicate, (None, None, None, 0))
         queries = torch.vmap(keys, (None, None, 0, None))
         batches = torch.vmap(queries, (0, None, None, None))
@@ -305,7 +306,7 @@ def _evaluated(batches: Callable[..., Any], t: torch.Tensor, sizes: Sizes) -> to
         else:
             said = f"the predicate cannot be evaluated by torch.vmap: {error}"
         raise ValueError(f"mask: {said}") from error
-    if seen.dtype != torch.bool or seen.ndim != 3:  # noqa: PLR2004 - [B, n, S]
+    if seen.dtype != torch.bool or seen.shape != (len(b), len(t), len(s)):
         got = f"{seen.dtype} {list(seen.shape[3:])}"
         raise ValueError(f"mask: wanted a predicate that returns one bool, got {got}")
     return seen
@@ -341,7 +342,7 @@ def _of_blocks(mask: Any) -> RowMask:
         at = b if len(visited) > 1 else 0, 0, t // rows, s // keys
         return visited[at] & (full[at] | mask.mask_mod(b, h, t, s))
 
-    return _Of(seen, mask.seq_lengths)
+    return _Of(seen, (len(visited), *mask.seq_lengths))
 
 
 def of(seen: torch.Tensor | Predicate) -> RowMask:

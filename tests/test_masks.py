@@ -218,8 +218,8 @@ def test_block_masks():
     block = create_block_mask(lambda b, h, t, s: t >= s, None, None, 12, 12, device="cpu")
     assert torch.equal(seen_of(masks.of(block), batch=1), (S <= T)[None])
     small = create_block_mask(lambda b, h, t, s: t >= s, None, None, 12, 9, device="cpu")
-    with pytest.raises(ValueError, match=r"up to the BlockMask's \(12, 9\), got \(12, 12\)"):
-        seen_of(masks.of(small))
+    with pytest.raises(ValueError, match=r"BlockMask's \(1, 12, 9\), got \(1, 12, 12\)"):
+        seen_of(masks.of(small), batch=1)
     with pytest.raises(ValueError, match=r"mask: the predicate cannot be evaluated.*sliced"):
         seen_of(masks.of(block[:, :, :1]))
 
@@ -243,6 +243,9 @@ def test_blocks_without_a_predicate(batch):
         return s <= t
 
     assert torch.equal(seen_of(made(), batch=batch), shown)
+    if batch > 1:
+        with pytest.raises(ValueError, match=r"BlockMask's \(2, 12, 12\), got \(3, 12, 12\)"):
+            seen_of(made(), batch=3)
     partial = made(mask_mod=before)
     if batch == 1:  # in the other, queries see nothing at first
         assert torch.equal(seen_of(partial, batch=1), shown & (S <= T))

@@ -17,7 +17,7 @@ from flashattn import registry
 from flashattn.measure import timing
 from flashattn.measure.device import accelerator
 from flashattn.report import keep
-from flashattn.report.compare import EXIT_INSIDE_NOISE
+from flashattn.report.compare import EXIT_UNPROVEN_LIMIT
 from flashattn.report.runs import load
 from flashattn.testing import plugin_file
 
@@ -376,14 +376,14 @@ def test_a_limit_fails_what_is_beyond_the_noise(bench, pytester, monkeypatch):
     run().assert_outcomes(passed=4)
     inside = run(*compare, "--benchmark-compare-fail=median:1%")
     inside.assert_outcomes(passed=4)
-    assert inside.ret == EXIT_INSIDE_NOISE
+    assert inside.ret == EXIT_UNPROVEN_LIMIT
     inside.stdout.fnmatch_lines(["--benchmark-compare-fail: the limit on the median lies inside*"])
     before = kept(pytester)
     slow = "    __import__('time').sleep(0.1)\n    return answer(q"
     mine.write_text(mine.read_text().replace("    return answer(q", slow))
     for _ in range(3):
         result = run(*compare, "--benchmark-compare-fail=median:900%")
-        if result.ret != EXIT_INSIDE_NOISE:  # else the host is busy with something else
+        if result.ret != EXIT_UNPROVEN_LIMIT:  # else the host is busy with something else
             break
         for path in {*kept(pytester)} - {*before}:
             path.unlink()

@@ -42,7 +42,7 @@ def test_both_orders_of_sums_stay_together():
     """The backward in any order is measured in one group with its problem's other backwards."""
 
     def item(name, problem):
-        callspec = SimpleNamespace(params={"problem": problem, "impl": "hopper"})
+        callspec = SimpleNamespace(params={"problem": problem, "impl": "hopper"}, id=problem)
         return SimpleNamespace(path=Path("bench_flash.py"), originalname=name, callspec=callspec)
 
     names = ("bench_backward", "bench_backward_any_order", "bench_forward_backward")

@@ -114,7 +114,7 @@ def flash_attn_with_kvcache(
 def _check_tensors(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None
 ) -> None:
-    """Check the shapes, dtypes and devices of tensors; only q may have a dtype of its own.
+    """Check the shapes, dtypes and devices of tensors; under autocast q may have another dtype.
 
     Raises:
         ValueError: a tensor does not fit.

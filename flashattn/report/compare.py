@@ -37,7 +37,7 @@ LEAST = 0.03  # minimum noise
 UNCONTROLLED = 0.10  # minimum noise without enough controls
 BUSY = 1.0  # above this noise of the controls there is no verdict
 FASTER, SLOWER, SAME, CONTROL, ONCE = "faster", "slower", "same", "control", "timed once"
-EXIT_INSIDE_NOISE = 13  # pytest's own statuses are 0 to 5, the gate's 10 to 12
+EXIT_UNPROVEN_LIMIT = 13  # pytest's own statuses are 0 to 5, the gate's 10 to 12
 
 
 class Limit(Protocol):

@@ -24,7 +24,7 @@ def keep(paths: list[Path]) -> tuple[list[Path], list[Path]]:
     Raises:
         ValueError: the runs are not of one clean commit, or not in one folder.
     """
-    paths = list({path.resolve(): path for path in reversed(paths)}.values())[::-1]
+    paths = list({path.resolve(): path for path in paths}.values())
     runs = {path: load(path) for path in paths}
     commits = {run.commit.get("id", "unknown") for run in runs.values()}
     folders = {path.parent for path in paths}

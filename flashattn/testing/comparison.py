@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 
-from flashattn.report.compare import EXIT_INSIDE_NOISE, Limit, hold, report
+from flashattn.report.compare import EXIT_UNPROVEN_LIMIT, Limit, hold, report
 from flashattn.report.runs import Run, load, merge, with_stats
 from flashattn.testing.kept import HEADER, JOURNAL, TOLD
 from flashattn.testing.sweep import COLLECTED, study_and_name, sweep_name
@@ -20,7 +20,7 @@ COMPARE = pytest.StashKey[Any]()  # name of a run, True for all, or False
 LIMITS = pytest.StashKey[list[Limit]]()
 BASELINE = pytest.StashKey[Run | None]()
 HELD_BACK = pytest.StashKey[list[tuple[pytest.Item, list[pytest.TestReport]]]]()
-INSIDE = pytest.StashKey[bool]()  # whether a limit is within the noise
+UNPROVEN = pytest.StashKey[bool]()  # whether a limit proves nothing
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     option = config.option
     config.stash[COMPARE] = option.benchmark_compare
     config.stash[LIMITS] = option.benchmark_compare_fail or []
-    config.stash[HELD_BACK], config.stash[INSIDE] = [], False
+    config.stash[HELD_BACK], config.stash[UNPROVEN] = [], False
     option.benchmark_compare, option.benchmark_compare_fail = [], []
 
 
@@ -133,7 +133,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         before, limits = config.stash[BASELINE], config.stash[LIMITS]
         if before and limits and config.stash[HELD_BACK]:
             broken, inside = hold(*_compared(config, before), limits)
-            config.stash[INSIDE] = bool(inside)
+            config.stash[UNPROVEN] = bool(inside)
             config.stash[TOLD][:0] = inside
         _let_go(config, broken)
 
@@ -158,10 +158,10 @@ def _let_go(config: pytest.Config, broken: dict[tuple[str, str], str]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
-    """Set the exit status if a limit is within the noise."""
+    """Set the exit status if a limit proves nothing."""
     result = yield
-    if exitstatus == pytest.ExitCode.OK and session.config.stash[INSIDE]:
-        session.exitstatus = EXIT_INSIDE_NOISE
+    if exitstatus == pytest.ExitCode.OK and session.config.stash[UNPROVEN]:
+        session.exitstatus = EXIT_UNPROVEN_LIMIT
     return result
 
 

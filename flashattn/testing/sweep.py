@@ -141,7 +141,7 @@ def _is_bench(item: pytest.Item) -> bool:
 def group(item: pytest.Item) -> tuple[str, ...]:
     """Return the key that items measured side by side have in common."""
     params = item.callspec.params  # type: ignore[attr-defined]
-    case = params.get("case", params.get("problem", item.name if "timed" in params else ""))
+    case = params.get("case", params.get("problem", item.callspec.id))  # type: ignore[attr-defined]
     facts = getattr(case, "facts", ())
     beside = ("impl", "attention", "step", "compiled")
     shared = [f"{name}={value}" for name, value in facts if name not in beside]

@@ -80,7 +80,7 @@ def test_a_run_that_is_named_twice_is_kept_once(unfinished, capsys):
     """Naming a file twice, also by another path, loses nothing; other files are ignored."""
     path = unfinished("unfinished-1")
     (path.parent / "2026-notes_x.json").write_text("")
-    main(["keep", str(path), str(path), str(path.parent / ".." / path.parent.name / path.name)])
+    main(["keep", str(path.parent / ".." / path.parent.name / path.name), str(path), str(path)])
     (kept,) = path.parent.glob("*.jsonl")
     assert capsys.readouterr().out == f"Kept: {kept}\n"
     assert len(load(kept).rows) == 1

@@ -299,8 +299,7 @@ EXCERPTS: dict[str, Excerpt] = {
             "compiling, s": number(digits, "compile_seconds"),
             "pays off after steps": fastest(compiling.break_even),
         },
-        note="Train steps, context 1024, batch 4. Compiling: with what earlier cases of the run"
-        " left in disk caches.",
+        note="Train steps, context 1024, batch 4. Compiling: with empty disk caches.",
     ),
     "parallel": Excerpt(
         study="parallel",

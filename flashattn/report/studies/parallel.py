@@ -82,30 +82,18 @@ def findings(run: Run) -> list[str]:
 
 
 def pictures(run: Run) -> dict[str, plot.Picture]:
-    """Plot tokens per second over the number of GPUs, with a panel for each problem and pass."""
-    rows = known(timed(_rows(run)), "tokens")
-    found = [own for own in groups(rows, *CASE).values() if len(values(own, "world")) > 1][:MOST]
-    records = [record for own in found for record in _records(own)]
-    x, y = plot.lengths(values(rows, "world"), "GPUs"), plot.quantity("y", UNIT, log=True)
-    title = "Tokens per second on several GPUs"
-    return plot.shown("parallel-tokens", plot.lines(title, records, x, y, columns=2, least=280))
-
-
-def _records(rows: list[Row]) -> list[plot.Record]:
-    """Return a point for each method and number of GPUs, and the ends of a linear-scaling line."""
-    panel = {"panel": label(rows[0], *CASE)}
-    points = [
-        panel | {"name": row["method"], "x": row["world"], "y": plot.exact(_thousands(row))}
-        for row in rows
-    ]
-    alone = next((row for row in rows if (row["method"], row["world"]) == (OURS, 1)), None)
-    if alone is None:
-        return points
-    ends, linear = (1, max(row["world"] for row in rows)), {"name": "linear", "kind": "reference"}
-    return points + [
-        panel | linear | {"x": n, "y": n * _thousands(alone), "label": "linear" * (n > 1)}
-        for n in ends
-    ]
+    """Plot the scaling efficiency on the most GPUs, ours and PyTorch's."""
+    records = []
+    for own in groups(timed(_rows(run)), *CASE).values():
+        most = max(values(own, "world"))
+        records += [
+            {"panel": f"{most} GPUs", "place": f"{label(row, *CASE)}: {row['method']}"}
+            | {"value": plot.exact(share), "said": percent(share), "ours": row["method"] == OURS}
+            for row in ordered(own, "method")
+            if row["method"] in (OURS, PEER) and row["world"] == most > 1
+            if (share := _share(own, row))
+        ]
+    return plot.shown("parallel-scaling", plot.bars("Share of linear scaling", records))
 
 
 def _thousands(row: Row) -> float:

@@ -8,6 +8,7 @@ of parts add up (Liu et al., 2023, "Ring Attention with Blockwise Transformers")
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -127,8 +128,8 @@ class Given(NamedTuple):
     group: GroupName  # name of the process group
     plan: Plan  # of this rank
     kernels: Kernels  # for all parts
-    own: Seen | None  # which own keys this rank's rows see, if they come first
-    rest: Bounds | None  # which keys of the buffer they see, if that is one part by bounds
+    own: Bounds | None  # which own keys this rank's rows see, if bounds say it
+    rest: Bounds | None  # which keys of the buffer they see, likewise
     keep: bool  # whether fetched keys are kept
 
     @classmethod
@@ -137,7 +138,7 @@ class Given(NamedTuple):
         bounds, group, rank, world, kind, seq_q, seq_kv, left, right, corner, *how, keep = options
         mask, placement = Mask(left, right, corner), Placement(kind, world)
         ours = plan(Task(mask, seq_q, seq_kv, placement, bool(bounds)), rank)
-        own, rest = (Bounds(*bounds[:2]), Bounds(*bounds[2:])) if bounds else (ours.own, None)
+        own, rest = (Bounds(*bounds[:2]), Bounds(*bounds[2:])) if bounds else (None, None)
         return cls(group, ours, Kernels(*how), own, rest, keep)
 
 
@@ -173,17 +174,23 @@ def _forward(
     with beside(q.device):
         kv = fetch(rows_first(k, v), ours, group)
     o, lse = torch.empty_like(q), _lse_like(q)
-    if own is not None:
-        o, lse = kernels.forward(q, k, v, own)
-    join(q.device)
-    for rows, keys, mask in ours.parts:
-        found = kernels.forward(q[:, :, rows], *heads_first(kv[keys]), rest or mask)
-        if own is not None:
-            kernels.merge(o[:, :, rows], lse[:, :, rows], found)
-        elif len(ours.parts) == 1:
+
+    def put(rows: slice, found: Outputs) -> None:
+        nonlocal o, lse
+        if size(rows) == q.shape[2]:
             o, lse = found
         else:
             o[:, :, rows], lse[:, :, rows] = found
+
+    for rows, keys, mask in ours.own:
+        put(rows, kernels.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], own or mask))
+    join(q.device)
+    for rows, keys, mask in ours.parts:
+        found = kernels.forward(q[:, :, rows], *heads_first(kv[keys]), rest or mask)
+        if ours.own:
+            kernels.merge(o[:, :, rows], lse[:, :, rows], found)
+        else:
+            put(rows, found)
     return _like(o, q), lse.contiguous(), kv if keep else kv.new_empty(0)
 
 
@@ -226,18 +233,20 @@ def _backward(
 
     def of_own(shares: list[slice]) -> None:
         group = q.shape[1] // k.shape[1]
-        for x in shares:
+        for x, (rows, keys, mask) in product(shares, ours.own):
             heads = slice(x.start * group, x.stop * group)
-            dq[:, heads], *own_kv = differentiate(ALL, k[:, x], v[:, x], own, heads)
+            seen = own or mask
+            own_q, *own_kv = differentiate(rows, k[:, x, keys], v[:, x, keys], seen, heads)
+            dq[:, heads, rows] = own_q
             for total, found in zip(totals, own_kv, strict=True):
-                total[:, x] = found
+                total[:, x, keys] = found
 
-    made = torch.empty_like if own is not None else torch.zeros_like
+    made = torch.empty_like if ours.own else torch.zeros_like
     # If each element is added to once, the sum rounds as it would in fp32.
     wide = k.dtype if ours.once else torch.promote_types(k.dtype, torch.float32)
     dq = torch.empty_like(q)
     totals = [made(k, dtype=wide) for _ in range(2)]
-    early, late = _shares(k.shape[1] if own is not None else 0, keep=keep)
+    early, late = _shares(k.shape[1] if ours.own else 0, keep=keep)
     with beside(q.device):
         kv = kept if keep else fetch(rows_first(k, v), ours, name)
     of_own(early)
@@ -249,7 +258,7 @@ def _backward(
     join(q.device)
     for rows, x in dqs:
         there = dq[:, :, rows]
-        _ = there.copy_(x) if own is None else there.add_(x)
+        _ = there.add_(x) if ours.own else there.copy_(x)
     for rows, x in arrived:
         for total, found in zip(totals, heads_first(x), strict=True):
             total[:, :, rows] += found

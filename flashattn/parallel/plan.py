@@ -1,12 +1,12 @@
 """What a rank computes and exchanges: a function of mask, lengths, placement and rank alone.
 
 Every rank can plan for every other, so nothing is negotiated. A rank's rows are runs of consecutive
-queries. Each run is a separate problem over the keys that it sees (``seen_by``). These are in a
-buffer, in the order of the sequence.
+queries. Keys that other ranks send are in a buffer, in the order of the sequence.
 
-If T = S and the mask is causal or full, a rank first attends from its own rows to its own keys.
-Both are in the order of the sequence, so the mask over them is also causal or full. Of the keys
-fetched meanwhile, each run sees a chunk entirely or not at all, so they need no mask.
+If T = S, a rank first attends from its own rows to its own keys. Under a causal mask or none, this
+is one problem: both are in the order of the sequence, so the mask over them is also causal or full.
+Under a window each run attends to its own keys. Then each run sees the keys before it, and those
+after it, which are again one problem each (``seen_by``).
 
 Documents and other masks by rows (``bounds``) are on the device, unknown to the plan: all rows are
 one run, over own keys first and then over the buffer. Both keep the order of the sequence, so a
@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 
 from flashattn.mask import CAUSAL, FULL, Mask
-from flashattn.parallel.placement import Placement
+from flashattn.parallel.placement import Chunk, Placement
 
 
 class Part(NamedTuple):
-    """One call of the kernels: which of a rank's rows, which keys of its buffer, and their mask."""
+    """One call of the kernels: which of a rank's rows, which of some keys, and their mask."""
 
     rows: slice
     keys: slice
@@ -47,14 +47,19 @@ def size(rows: slice) -> int:
     return int(rows.stop - rows.start)
 
 
-def seen_by(mask: Mask, seq_q: int, seq_kv: int, rows: slice) -> tuple[slice, Mask]:
+def seen_by(
+    mask: Mask, seq_q: int, seq_kv: int, rows: slice, within: slice | None = None
+) -> tuple[slice, Mask]:
     """Return which keys consecutive queries see, and the mask of these queries over these keys.
 
-    Only this function depends on what a mask is. Bounds count from the first row and the first key,
-    or for "bottom_right" from the last ones, so that none is negative.
+    Of the keys, only those ``within`` count, if given; then each of the queries sees one of them.
+    Bounds count from the first row and the first key, or for "bottom_right" from the last ones, so
+    that none is negative.
     """
     band = mask.over(seq_q, seq_kv)
     low, high = band.keys_of(rows.start)[0], band.keys_of(rows.stop - 1)[1]
+    if within is not None:
+        low, high = max(low, within.start), min(high, within.stop)
     if high <= low:
         return slice(low, low), FULL
     left = None if band.left is None else band.left - rows.start + low
@@ -77,13 +82,12 @@ class Task(NamedTuple):
 
     @property
     def own(self) -> Mask | None:
-        """The mask of a rank's rows over its own keys, where these come first; else None."""
-        if self.by_rows:
-            return FULL  # apart from the bounds
+        """The mask of a rank's rows over its own keys, if one mask says it; else None."""
         band = self.mask.over(self.seq_q, self.seq_kv)
-        if self.seq_q != self.seq_kv or band.left is not None or band.right not in (None, 0):
-            return None
-        return FULL if band.right is None else CAUSAL
+        if self.by_rows or (band.left is None and band.right is None):
+            return FULL  # apart from the bounds
+        causal = self.seq_q == self.seq_kv and band.left is None and band.right == 0
+        return CAUSAL if causal else None
 
     @property
     def gathers(self) -> bool:
@@ -91,25 +95,50 @@ class Task(NamedTuple):
         band = self.mask.over(self.seq_q, self.seq_kv)
         return band.left is None or band.right is None
 
-    def runs(self, rank: int) -> list[Part]:
-        """Return the runs of a rank, with their keys by position in the sequence."""
-        own, found = None if self.by_rows else self.own, []
-        if own == FULL:
-            every = slice(0, self.placement.lengths(self.seq_q)[rank])
-            return [Part(every, slice(0, self.seq_kv), FULL)] if every.stop else []
-        for chunk in self.placement.chunks(self.seq_q):
-            if chunk.rank == rank and chunk.start < chunk.stop:
-                keys, mask = slice(0, chunk.start), FULL
-                if own is None:
-                    rows = slice(chunk.start, chunk.stop)
-                    keys, mask = seen_by(self.mask, self.seq_q, self.seq_kv, rows)
-                found.append(Part(chunk.rows, keys, mask))
+    def runs(self, rank: int) -> list[Chunk]:
+        """Return a rank's chunks of queries, joined where one begins at the end of another."""
+        found: list[Chunk] = []
+        for x in self.placement.chunks(self.seq_q):
+            if x.rank == rank and x.start < x.stop:
+                joins = found and found[-1].stop == x.start
+                found.append(found.pop()._replace(stop=x.stop) if joins else x)
         return found
 
+    def own_parts(self, rank: int) -> list[Part]:
+        """Return the calls on a rank's own keys."""
+        if self.own is not None:
+            rows, keys = (self.placement.lengths(n)[rank] for n in (self.seq_q, self.seq_kv))
+            return [Part(slice(0, rows), slice(0, keys), self.own)]
+        aligned = self.seq_q == self.seq_kv
+        return [Part(x.rows, x.rows, self.mask) for x in self.runs(rank) if aligned]
+
+    def other_parts(self, rank: int) -> list[Part]:
+        """Return the other calls of a rank, with their keys by position in the sequence."""
+        if self.own == FULL and not self.by_rows:
+            every = slice(0, self.placement.lengths(self.seq_q)[rank])
+            return [Part(every, slice(0, self.seq_kv), FULL)] if every.stop else []
+        found = []
+        for run in self.runs(rank):
+            for rows, within in self._others(run):
+                keys, mask = seen_by(self.mask, self.seq_q, self.seq_kv, rows, within)
+                at = run.at + rows.start - run.start
+                found.append(Part(slice(at, at + size(rows)), keys, mask))
+        return found
+
+    def _others(self, run: Chunk) -> list[tuple[slice, slice]]:
+        """Return rows of a run and keys before and after it that they see; all if T != S."""
+        if self.seq_q != self.seq_kv:
+            return [(slice(run.start, run.stop), slice(0, self.seq_kv))]
+        band = self.mask.over(self.seq_q, self.seq_kv)
+        last, first = band.queries_of(run.start - 1)[1], band.queries_of(run.stop)[0]
+        before = slice(run.start, min(run.stop, last)), slice(0, run.start)
+        after = slice(max(run.start, first), run.stop), slice(run.stop, self.seq_kv)
+        return [x for x in (before, after) if all(size(y) > 0 for y in x)]
+
     def pieces(self, rank: int) -> list[Piece]:
-        """Return the buffer of a rank: all keys that its runs see, in the order of the sequence."""
+        """Return the buffer of a rank: the keys of its other parts, ascending."""
         found, taken = [], 0
-        wanted = _union([run.keys for run in self.runs(rank)])
+        wanted = _union([part.keys for part in self.other_parts(rank)])
         for chunk in self.placement.chunks(self.seq_kv):
             if self.own is not None and chunk.rank == rank:
                 continue
@@ -138,7 +167,7 @@ def _union(intervals: list[slice]) -> list[slice]:
 class Plan:
     """What one rank does."""
 
-    own: Mask | None  # see ``Task``
+    own: list[Part]  # calls on own keys, which cover all rows; empty if there are none
     gathers: bool  # see ``Task``
     parts: list[Part]  # calls on the buffer, the one with the most keys first
     pieces: list[Piece]  # what the buffer consists of
@@ -184,22 +213,21 @@ def plan(task: Task, rank: int) -> Plan:
 def _plan(task: Task, rank: int) -> Plan:
     pieces, world = task.pieces(rank), range(task.placement.world)
     parts = [
-        Part(
-            run.rows, slice(*(placed(x, pieces) for x in (run.keys.start, run.keys.stop))), run.mask
-        )
-        for run in task.runs(rank)
+        Part(x.rows, slice(*(placed(at, pieces) for at in (x.keys.start, x.keys.stop))), x.mask)
+        for x in task.other_parts(rank)
     ]
     if task.by_rows:
         queries = task.placement.lengths(task.seq_q)[rank]
         parts = [Part(slice(0, queries), slice(0, sum(size(x.rows) for x in pieces)), FULL)]
-    if task.own is not None:
+    own = task.own_parts(rank)
+    if own:
         parts = [part for part in parts if size(part.keys)]
     sends = [[x.rows for x in task.pieces(r) if x.rank == rank] for r in world]
     most = max(task.placement.lengths(task.seq_kv))
     arriving = [sum(size(x.rows) for x in pieces if x.rank == r) for r in world]
     leaving = [sum(map(size, rows)) for rows in sends]
     return Plan(
-        own=task.own,
+        own=own,
         gathers=task.gathers,
         parts=sorted(parts, key=lambda part: -size(part.keys)),
         pieces=pieces,

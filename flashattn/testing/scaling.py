@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashattn.mask import Mask
 from flashattn.parallel.placement import Placement
-from flashattn.parallel.plan import Plan, Task, plan, size
+from flashattn.parallel.plan import Part, Plan, Task, plan, size
 from flashattn.problem import DTYPES, Problem
 
 
@@ -42,8 +41,7 @@ def predict(
     def seconds(rank: int, name: str) -> float:
         ours, forward = plan(task, rank), name == "forward"
         flops = machine.forward / 4 if forward else machine.backward / 10
-        rows = placement.lengths(problem.seq_q)[rank]
-        own, rest = _kernels(problem, ours, rows, flops / wide)
+        own, rest = _kernels(problem, ours, flops / wide)
         if placement.world == 1:
             return own + rest
         fetched, given_back = _exchanges(problem, ours, rank, machine)
@@ -59,15 +57,14 @@ def predict(
     )
 
 
-def _kernels(problem: Problem, ours: Plan, rows: int, flops: float) -> tuple[float, float]:
-    """Return the seconds of the own part and of the others; ``flops`` is in pairs per second."""
+def _kernels(problem: Problem, ours: Plan, flops: float) -> tuple[float, float]:
+    """Return the seconds of own parts and of the others; ``flops`` is in pairs per second."""
 
-    def pairs(mask: Mask | None, queries: int, keys: int) -> int:
-        heads = problem.batch * problem.heads
-        return 0 if mask is None else heads * mask.over(queries, keys).pairs
+    def pairs(parts: list[Part]) -> int:
+        seen = (part.mask.over(size(part.rows), size(part.keys)).pairs for part in parts)
+        return problem.batch * problem.heads * sum(seen)
 
-    rest = sum(pairs(part.mask, size(part.rows), size(part.keys)) for part in ours.parts)
-    return pairs(ours.own, rows, ours.rows) / flops, rest / flops
+    return pairs(ours.own) / flops, pairs(ours.parts) / flops
 
 
 def _exchanges(problem: Problem, ours: Plan, rank: int, machine: Machine) -> tuple[float, float]:

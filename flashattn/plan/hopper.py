@@ -290,7 +290,7 @@ def _backward_half(
     blocks, block_q = cdiv(seq_kv, tile.BLOCK_KV), tile.block_q(head_dim)
     tiles = blocks * batch * kv_heads
     splits = gqa_splits(q, k, tiles, gpu.num_sms, options)
-    tiles *= splits
+    tiles, group = tiles * splits, heads // (kv_heads * splits)
     accumulators = 1
     if (
         deterministic and causal and options.left is None and not options.bounds
@@ -299,6 +299,9 @@ def _backward_half(
         accumulators = dq_accumulators(of_keys, blocks, gpu.num_sms, head_dim=head_dim)
     query_tiles = cdiv(seq_q, block_q)
     section = tile.section if causal else rotating_section(blocks, query_tiles, gpu.num_sms)
+    if options.left is not None and (options.right or 0) > 0:
+        # The first keys have fewer queries than others, so programs drift apart by whole windows.
+        section = min(section, rows.SECTION_BYTES / (8 * group * options.reach(seq_q) * head_dim))
     lines = query_tiles * (block_q // WARPGROUP_Q) * columns(head_dim)
     semaphores = accumulators * batch * heads * query_tiles
     programs = min(gpu.num_sms, tiles) if tile.persistent else tiles

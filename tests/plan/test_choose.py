@@ -161,6 +161,18 @@ def test_no_sm_idles_behind_the_last_documents():
     assert busy(16, plan.scheduler.section, steps) > 0.98 > busy(16, 4, steps)
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "reach", "section"), [(8, 2048, 2), (8, 512, 8), (32, 2048, 8)]
+)
+def test_windows_on_both_sides_fit_in_the_l2_cache(kv_heads, reach, section):
+    """Programs that drift apart have so few key heads at once that 32 MiB hold their windows."""
+    given = {"kv_heads": kv_heads, "seq_q": 32768}
+    plan = explain(window=(reach, reach), **given).backward
+    assert plan.scheduler.section == section
+    assert 8 * 32 // kv_heads * section * (2 * reach + 1) * 128 <= 1.1 * 2**25
+    assert explain(window=(2 * reach, 0), **given).backward.scheduler.section == 8
+
+
 def busy(heads, section, steps):
     """Return the fraction of time that SMs are busy; ``steps`` are those of a head's tiles."""
     sms = [0.0] * 132

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flashattn.bounds import Bounds
+from flashattn.checks import dense
 from flashattn.dispatch import dispatch_is_trivial
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -360,7 +361,7 @@ def of(seen: torch.Tensor | Predicate) -> RowMask:
             contiguous, or begin or end before those of the query before it.
     """
     if isinstance(seen, torch.Tensor):
-        shape = seen.shape
+        shape = dense("mask", seen).shape
         if seen.dtype != torch.bool or seen.ndim not in (2, 3, 4) or shape[1:-2] not in ((), (1,)):
             got = f"{seen.dtype} {list(shape)}"
             raise ValueError(f"mask: wanted bool [T, S], [B, T, S] or [B, 1, T, S], got {got}")
@@ -408,11 +409,12 @@ def integers(name: str, x: object, *dims: int) -> torch.Tensor:
     Raises:
         ValueError: x is not such a tensor.
     """
-    if not isinstance(x, torch.Tensor) or x.dtype not in INTEGERS or x.ndim not in dims:
+    found = dense(name, x)
+    if found.dtype not in INTEGERS or found.ndim not in dims:
         wanted = " or ".join(f"{n}-dimensional" for n in dims)
-        got = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        got = f"{found.dtype} {list(found.shape)}"
         raise ValueError(f"{name}: wanted a {wanted} int32 or int64 tensor, got {got}")
-    return x
+    return found
 
 
 def _on(x: torch.Tensor, name: str, sizes: Sizes) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from flashattn.checks import check_among
+from flashattn.checks import check_among, dense
 from flashattn.mask import UNBOUNDED, Band, Causal, Mask, Window
 from flashattn.score import check_softcap
 
@@ -361,14 +361,8 @@ def _parsed(name: str) -> Documents:
     return tuple(found)
 
 
-def _check_tensor(name: str, x: object, q: torch.Tensor) -> None:
-    if not isinstance(x, torch.Tensor):
-        msg = f"{name}: wanted a tensor, got {type(x).__name__}"
-        raise ValueError(msg)  # noqa: TRY004 - one kind of error for one kind of mistake
-    if x.layout != torch.strided or x.is_nested:
-        raise ValueError(
-            f"{name}: wanted a dense (strided) tensor, got {'nested' if x.is_nested else x.layout}"
-        )
+def _check_tensor(name: str, given: object, q: torch.Tensor) -> None:
+    x = dense(name, given)
     if x.dtype not in _DTYPES:
         raise ValueError(f"{name}: wanted dtype {', '.join(DTYPES)}, got {x.dtype}")
     if x.ndim not in (3, 4):

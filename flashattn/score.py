@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn.functional import pad
 
+from flashattn.checks import dense
+
 RELATIVE_DIMS = 3
 SMALLEST = 1e-6  # smallest softcap; its inverse is the largest
 
@@ -219,9 +221,9 @@ def check_alibi_slopes(
     Raises:
         ValueError: ``slopes`` is not fp32 [H] or [B, H] on that device, or requires a gradient.
     """
-    if not isinstance(slopes, torch.Tensor) or slopes.dtype != torch.float32:
-        got = slopes.dtype if isinstance(slopes, torch.Tensor) else type(slopes).__name__
-        raise ValueError(f"alibi_slopes: wanted an fp32 tensor, got {got}")
+    slopes = dense("alibi_slopes", slopes)
+    if slopes.dtype != torch.float32:
+        raise ValueError(f"alibi_slopes: wanted an fp32 tensor, got {slopes.dtype}")
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         wanted = f"shape [{heads}] or [{batch}, {heads}]"
         raise ValueError(f"alibi_slopes: wanted {wanted}, got {list(slopes.shape)}")
@@ -244,10 +246,9 @@ def check_bias(bias: object, sizes: tuple[int, int, int, int], q: torch.Tensor) 
         ValueError: it does not broadcast to the scores, or has another dtype or device.
     """
     flat = isinstance(bias, Relative)
-    x = bias.vector if isinstance(bias, Relative) else bias
-    if not isinstance(x, torch.Tensor) or x.dtype not in (q.dtype, torch.float32):
-        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ValueError(f"bias: wanted a tensor of q's dtype, {q.dtype}, or fp32, got {got}")
+    x = dense("bias", bias.vector if isinstance(bias, Relative) else bias)
+    if x.dtype not in (q.dtype, torch.float32):
+        raise ValueError(f"bias: wanted a tensor of q's dtype, {q.dtype}, or fp32, got {x.dtype}")
     if x.device != q.device:
         raise ValueError(f"bias: wanted q's device, {q.device}, got {x.device}")
     batch, heads, seq_q, seq_kv = sizes
@@ -272,9 +273,9 @@ def check_sink(sink: object, heads: int, q: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: ``sink`` is not a floating-point tensor [H] on q's device.
     """
-    if not isinstance(sink, torch.Tensor) or not sink.is_floating_point():
-        got = sink.dtype if isinstance(sink, torch.Tensor) else type(sink).__name__
-        raise ValueError(f"sink: wanted a floating-point tensor, got {got}")
+    sink = dense("sink", sink)
+    if not sink.is_floating_point():
+        raise ValueError(f"sink: wanted a floating-point tensor, got {sink.dtype}")
     if tuple(sink.shape) != (heads,):
         raise ValueError(f"sink: wanted shape [{heads}], one for each head, got {list(sink.shape)}")
     if sink.device != q.device:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashattn
-from flashattn import api, attention, registry, relative
+from flashattn import api, attention, masks, registry, relative
 from flashattn.problem import Problem
 from flashattn.registry import Impl
 from flashattn.testing.inputs import make_inputs
@@ -455,6 +455,23 @@ def test_a_nested_tensor_is_refused(device):
     ragged = torch.nested.nested_tensor([torch.ones(2, 3, 8), torch.ones(2, 4, 8)], device=device)
     with pytest.raises(ValueError, match=r"q: wanted a dense .* got nested"):
         attention(ragged, ragged, ragged)
+    refused_beside_dense(ragged, "nested", device)
+
+
+def test_a_sparse_tensor_is_refused(device):
+    """So is a sparse one, which has a shape but no strides."""
+    refused_beside_dense(torch.eye(4, device=device).to_sparse(), "torch.sparse_coo", device)
+
+
+def refused_beside_dense(x, got, device):
+    """Check that other arguments of attention than q, k and v refuse a tensor by name."""
+    q, k, v = tensors(device)
+    for name in ("bias", "sink", "alibi_slopes", "documents"):
+        with pytest.raises(ValueError, match=f"{name}: wanted a dense .* {got}"):
+            attention(q, k, v, **{name: x})
+    for make in (masks.padding, masks.of):
+        with pytest.raises(ValueError, match=f"wanted a dense .* {got}"):
+            make(x)
 
 
 def test_public_names():

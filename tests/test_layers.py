@@ -18,9 +18,9 @@ CALL = MEANING | {"checks", "dispatch", "registry"}
 ALLOWED = {
     "mask": set(),
     "bounds": {"kernels", "mask"},
-    "masks": {"bounds", "dispatch"},
+    "masks": {"bounds", "checks", "dispatch"},
     "resolve": {"bounds", "dispatch", "mask", "masks", "problem"},
-    "score": set(),
+    "score": {"checks"},
     "checks": set(),
     "problem": {"checks", "mask", "score"},
     "dispatch": set(),

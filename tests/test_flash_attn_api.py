@@ -406,11 +406,19 @@ def test_bad_tensors(name, args, words):
         getattr(flash_attn, f"flash_attn_{name}")(*args)
 
 
-@pytest.mark.parametrize("used", [[2], 2, torch.tensor([2.0]), torch.tensor([1, 1])])
+@pytest.mark.parametrize(
+    ("used", "words"),
+    [
+        ([2], "wanted a tensor, got list"),
+        (2, "wanted a tensor, got int"),
+        (torch.tensor([2.0]), "wanted a 1-dimensional int32 or int64 tensor"),
+        (torch.tensor([1, 1]), r"wanted integers \[1\] on cpu, got \[2\] on cpu"),
+    ],
+)
 @pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
-def test_bad_used_lengths(name, used):
+def test_bad_used_lengths(name, used, words):
     """Numbers of used tokens are integers, one for each document."""
-    with pytest.raises(ValueError, match=rf"{name}: wanted integers \[1\] on cpu, got "):
+    with pytest.raises(ValueError, match=f"{name}: {words}"):
         flash_attn.flash_attn_varlen_func(*varlen(ENDS, ENDS), **{name: used})
 
 

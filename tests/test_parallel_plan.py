@@ -79,7 +79,7 @@ def test_rows_see_once_what_their_mask_shows(kind, world):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_buffers_have_what_is_seen_in_its_order(kind, world):
-    """A buffer has the keys that some row sees, ascending, but for pairs in parts of local keys."""
+    """A buffer has, ascending, the keys of all visible pairs that no part of own keys covers."""
     for task in tasks(kind, world):
         band = task.mask.over(task.seq_q, task.seq_kv)
         for rank in range(world):

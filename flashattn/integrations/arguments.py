@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashattn.checks import check_among, check_scale
-from flashattn.masks import INTEGERS
+from flashattn.masks import integers
 from flashattn.score import check_softcap
 
 WindowSize = tuple[int | None, int | None]
@@ -99,14 +99,11 @@ def check_integers(name: str, x: object, count: int, device: torch.device) -> to
     Raises:
         ValueError: x is not such a tensor.
     """
-    if (
-        not isinstance(x, torch.Tensor)
-        or x.dtype not in INTEGERS
-        or (list(x.shape), x.device) != ([count], device)
-    ):
-        got = f"{x.dtype} {shown(x)} on {x.device}" if isinstance(x, torch.Tensor) else shown(x)
+    found = integers(name, x, 1)
+    if (len(found), found.device) != (count, device):
+        got = f"{shown(found)} on {found.device}"
         raise ValueError(f"{name}: wanted integers [{count}] on {device}, got {got}")
-    return x
+    return found
 
 
 def unpacked(name: str, x: object, count: int, layout: tuple[str, ...]) -> tuple[Any, ...]:

@@ -175,7 +175,7 @@ def _forward(
         kv = fetch(rows_first(k, v), ours, group)
     o, lse = torch.empty_like(q), _lse_like(q)
 
-    def put(rows: slice, found: Outputs) -> None:
+    def set_rows(rows: slice, found: Outputs) -> None:
         nonlocal o, lse
         if size(rows) == q.shape[2]:
             o, lse = found
@@ -183,14 +183,14 @@ def _forward(
             o[:, :, rows], lse[:, :, rows] = found
 
     for rows, keys, mask in ours.own:
-        put(rows, kernels.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], own or mask))
+        set_rows(rows, kernels.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], own or mask))
     join(q.device)
     for rows, keys, mask in ours.parts:
         found = kernels.forward(q[:, :, rows], *heads_first(kv[keys]), rest or mask)
         if ours.own:
             kernels.merge(o[:, :, rows], lse[:, :, rows], found)
         else:
-            put(rows, found)
+            set_rows(rows, found)
     return _like(o, q), lse.contiguous(), kv if keep else kv.new_empty(0)
 
 

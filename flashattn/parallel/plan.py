@@ -81,7 +81,7 @@ class Task(NamedTuple):
     by_rows: bool = False  # whether bounds say the rest
 
     @property
-    def own(self) -> Mask | None:
+    def own_mask(self) -> Mask | None:
         """The mask of a rank's rows over its own keys, if one mask says it; else None."""
         band = self.mask.over(self.seq_q, self.seq_kv)
         if self.by_rows or (band.left is None and band.right is None):
@@ -106,15 +106,16 @@ class Task(NamedTuple):
 
     def own_parts(self, rank: int) -> list[Part]:
         """Return the calls on a rank's own keys."""
-        if self.own is not None:
+        if self.own_mask is not None:
             rows, keys = (self.placement.lengths(n)[rank] for n in (self.seq_q, self.seq_kv))
-            return [Part(slice(0, rows), slice(0, keys), self.own)]
-        aligned = self.seq_q == self.seq_kv
-        return [Part(x.rows, x.rows, self.mask) for x in self.runs(rank) if aligned]
+            return [Part(slice(0, rows), slice(0, keys), self.own_mask)]
+        if self.seq_q != self.seq_kv:
+            return []
+        return [Part(x.rows, x.rows, self.mask) for x in self.runs(rank)]
 
     def other_parts(self, rank: int) -> list[Part]:
         """Return the other calls of a rank, with their keys by position in the sequence."""
-        if self.own == FULL and not self.by_rows:
+        if self.own_mask == FULL and not self.by_rows:
             every = slice(0, self.placement.lengths(self.seq_q)[rank])
             return [Part(every, slice(0, self.seq_kv), FULL)] if every.stop else []
         found = []
@@ -130,9 +131,9 @@ class Task(NamedTuple):
         if self.seq_q != self.seq_kv:
             return [(slice(run.start, run.stop), slice(0, self.seq_kv))]
         band = self.mask.over(self.seq_q, self.seq_kv)
-        last, first = band.queries_of(run.start - 1)[1], band.queries_of(run.stop)[0]
-        before = slice(run.start, min(run.stop, last)), slice(0, run.start)
-        after = slice(max(run.start, first), run.stop), slice(run.stop, self.seq_kv)
+        stop, start = band.queries_of(run.start - 1)[1], band.queries_of(run.stop)[0]
+        before = slice(run.start, min(run.stop, stop)), slice(0, run.start)
+        after = slice(max(run.start, start), run.stop), slice(run.stop, self.seq_kv)
         return [x for x in (before, after) if all(size(y) > 0 for y in x)]
 
     def pieces(self, rank: int) -> list[Piece]:
@@ -140,7 +141,7 @@ class Task(NamedTuple):
         found, taken = [], 0
         wanted = _union([part.keys for part in self.other_parts(rank)])
         for chunk in self.placement.chunks(self.seq_kv):
-            if self.own is not None and chunk.rank == rank:
+            if self.own_mask is not None and chunk.rank == rank:
                 continue
             for keys in wanted:
                 start, stop = max(chunk.start, keys.start), min(chunk.stop, keys.stop)

@@ -300,7 +300,8 @@ def _backward_half(
     query_tiles = cdiv(seq_q, block_q)
     section = tile.section if causal else rotating_section(blocks, query_tiles, gpu.num_sms)
     if options.left is not None and (options.right or 0) > 0:
-        # The first keys have fewer queries than others, so programs drift apart by whole windows.
+        # The first keys have fewer queries, so later programs start at other times, and those that
+        # share a window read all of it at once.
         section = min(section, rows.SECTION_BYTES / (8 * group * options.reach(seq_q) * head_dim))
     lines = query_tiles * (block_q // WARPGROUP_Q) * columns(head_dim)
     semaphores = accumulators * batch * heads * query_tiles

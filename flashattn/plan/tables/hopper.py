@@ -63,7 +63,7 @@ BACKWARD_D256 = {
     (256, True): {0: HopperD256Tile(), 16384: HopperD256Tile(section=1)},
 }
 # Bytes of a section, about as many as FlashAttention-4 keeps in the L2 cache: of keys and values in
-# the forward; of q, dO and dQ (2 + 2 + 4 a number) in the backward, if a window is on both sides.
+# the forward; of q, dO and dQ (2 + 2 + 4 a number) in the backward, if a window has two sides.
 SECTION_BYTES = 32 << 20
 FP32_FORWARD = HopperFp32Tile(128, 64)
 FP32_BACKWARD = {3: HopperFp32Tile(64, 32), 2: HopperFp32Tile(64, 64)}  # by bf16 terms

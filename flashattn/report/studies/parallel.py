@@ -15,7 +15,6 @@ TITLE = "Several GPUs"
 QUESTION = "How much faster is one sequence on several GPUs?"
 CASE = ("problem", "size", "context", "pass")
 OURS, PEER = "keys", "pytorch"
-MOST = 6  # most panels in the plot
 UNIT = "1000 tokens/s"
 
 
